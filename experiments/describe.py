@@ -35,7 +35,7 @@ from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.parameter_layouts import layouts_text
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.plan import Plan, describe_rates, make_plan
+from jaxmoe.run.plan import RunPlan, describe_rates, make_plan
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_in_words
 from jaxmoe.run.reporting.tile_sizes import broken_rules, sizes_rows
@@ -99,13 +99,13 @@ def _subject(recipe: str, config: PretrainConfig) -> Subject:
     return subject
 
 
-def _moment_bytes(plan: Plan, row: ParameterSpec) -> int:
+def _moment_bytes(plan: RunPlan, row: ParameterSpec) -> int:
     """Return the bytes of optimiser state per value of a parameter; moments are float32."""
     traits = plan.config.optimizer.traits(row.hyper.group)
     return traits.moments_per_parameter * _BYTES["float32"]
 
 
-def describe(subject: Subject, plan: Plan) -> str:
+def describe(subject: Subject, plan: RunPlan) -> str:
     """Return the whole page.
 
     Args:
@@ -165,7 +165,7 @@ def _state_text(execution: ExecutionConfig, parameters: float, moments: float) -
             )
 
 
-def _tiles(plan: Plan) -> list[str]:
+def _tiles(plan: RunPlan) -> list[str]:
     """Return the table of products and tiles; on one device where the mesh is left open."""
     execution = plan.config.execution
     if -1 in execution.mesh.sizes:
@@ -178,7 +178,7 @@ def _tiles(plan: Plan) -> list[str]:
     return ["", head, text_table(sizes_rows(step)), *broken_rules(step)]
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: RunPlan) -> list[str]:
     """Return the line about the pipeline; none without stages or with their number left open."""
     execution, training = plan.config.execution, plan.config.training
     arguments = plan.model, execution, training.accumulation
@@ -195,14 +195,14 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _mesh_shape(plan: Plan) -> dict[str, int]:
+def _mesh_shape(plan: RunPlan) -> dict[str, int]:
     """Return the devices along each mesh axis; 1 where the size is left open."""
     execution = plan.config.execution
     names, sizes = named_sizes(execution.mesh, execution.mesh_fold)
     return {name: max(size, 1) for name, size in zip(names, sizes, strict=True)}
 
 
-def _shards(plan: Plan, rules: LogicalAxisRules) -> dict[str, int]:
+def _shards(plan: RunPlan, rules: LogicalAxisRules) -> dict[str, int]:
     """Return the parts into which these rules divide each parameter."""
     sizes = _mesh_shape(plan)
     return {

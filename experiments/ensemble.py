@@ -31,7 +31,7 @@ from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from jaxmoe.contrib.ensembles.evaluate import EnsembleResult, check_router, evaluate_ensemble
-from jaxmoe.contrib.ensembles.members import Members, open_members
+from jaxmoe.contrib.ensembles.members import EnsembleMembers, open_members
 from jaxmoe.errors import configuration_errors
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporting.compare import shortest_names
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _per_byte(members: Members, bits: float | None) -> float | None:
+def _per_byte(members: EnsembleMembers, bits: float | None) -> float | None:
     """Return bits per byte of text; None where tokens are not text."""
     if bits is None or members.bytes_per_token is None:
         return None
@@ -102,7 +102,7 @@ def _per_byte(members: Members, bits: float | None) -> float | None:
 
 
 def _page(
-    config: EnsembleConfig, names: Sequence[str], members: Members, result: EnsembleResult
+    config: EnsembleConfig, names: Sequence[str], members: EnsembleMembers, result: EnsembleResult
 ) -> str:
     """Return the table of members and mixtures, and what they were measured on."""
 
@@ -138,7 +138,9 @@ def _shorten(name: str) -> str:
     return name if len(name) <= _WIDEST_NAME else f"...{name[3 - _WIDEST_NAME :]}"
 
 
-def _summary(config: EnsembleConfig, members: Members, result: EnsembleResult) -> dict[str, Any]:
+def _summary(
+    config: EnsembleConfig, members: EnsembleMembers, result: EnsembleResult
+) -> dict[str, Any]:
     """Return the content of summary.json."""
     values = {
         "best_member": min(result.member_bits),

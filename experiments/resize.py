@@ -27,7 +27,7 @@ from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from jaxmoe.contrib.elastic.request import (
     AxisSizes,
-    Place,
+    DevicePlace,
     ResizeRequest,
     check_resized,
     read_resizes,
@@ -134,7 +134,7 @@ def check_request(
             " it, or resume the run, which writes it anew"
         ) from error
     check = functools.partial(check_resized, config)
-    return resolve(request, mesh, [Place(id=index) for index in ids], check)
+    return resolve(request, mesh, [DevicePlace(id=index) for index in ids], check)
 
 
 def check_trains(directory: RunDirectory) -> Beat | None:

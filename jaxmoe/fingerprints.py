@@ -163,7 +163,7 @@ def shard_fingerprints(tree: Any) -> dict[str, list[ShardFingerprint]]:
     return _read(_begin(tree))
 
 
-class _Group(NamedTuple):
+class _ReplicaGroup(NamedTuple):
     """Sums of the arrays of one mesh, or of none, which are being computed."""
 
     mesh: Mesh | None
@@ -174,7 +174,7 @@ class _Group(NamedTuple):
     """One array for a mesh; otherwise one for each path."""
 
 
-def _begin(tree: Any) -> list[_Group]:
+def _begin(tree: Any) -> list[_ReplicaGroup]:
     leaves = {path: _plain(leaf) for path, leaf in sorted(flatten(tree).items())}
     groups: dict[Any, list[str]] = {}
     for path, leaf in leaves.items():
@@ -184,11 +184,11 @@ def _begin(tree: Any) -> list[_Group]:
         arrays = [leaves[path] for path in paths]
         sums = _on_one_device(arrays) if mesh is None else [_on_a_mesh(arrays, mesh)]
         places = [(array.shape, array.sharding) for array in arrays]
-        begun.append(_Group(mesh, paths, places, sums))
+        begun.append(_ReplicaGroup(mesh, paths, places, sums))
     return begun
 
 
-def _read(begun: Sequence[_Group]) -> dict[str, list[ShardFingerprint]]:
+def _read(begun: Sequence[_ReplicaGroup]) -> dict[str, list[ShardFingerprint]]:
     found: dict[str, list[ShardFingerprint]] = {}
     for mesh, paths, places, arrays in begun:
         if mesh is None:

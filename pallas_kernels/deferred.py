@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Deferred:
+class DeferredProduct:
     """A function that is imported when it is called.
 
     Attributes:

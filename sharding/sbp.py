@@ -129,7 +129,7 @@ class ArrayLayout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Change:
+class LayoutChange:
     """One change of state on one axis."""
 
     axis: str
@@ -143,7 +143,7 @@ class Change:
 
 def changes(
     before: ArrayLayout, after: ArrayLayout, mesh: Mapping[str, int], size: int
-) -> list[Change]:
+) -> list[LayoutChange]:
     """Return the changes of state that lead from one layout to another, in order.
 
     What makes the array of a device smaller comes first, so that later changes move less; splits
@@ -172,7 +172,7 @@ def changes(
         transition = TRANSITIONS[start.kind, end.kind]
         sent = transition.bytes(local_size, mesh[axis])
         collectives.append(
-            Change(axis, start, end, transition.collective, float(sent / mesh[axis]))
+            LayoutChange(axis, start, end, transition.collective, float(sent / mesh[axis]))
         )
         cut = cut | {axis} if end.kind == "split" else cut - {axis}
     return collectives

@@ -51,7 +51,7 @@ TARGETS: dict[tuple[str, str, str], float] = {
 """Target speeds, in units of the dense product's: of a Hopper GPU, and of a CPU."""
 
 
-class Sizes(NamedTuple):
+class ProductSizes(NamedTuple):
     """Sizes of one model's products."""
 
     name: str
@@ -68,10 +68,10 @@ class Sizes(NamedTuple):
     dtype: str
 
 
-SMALL = Sizes("small", 512, 512, 8, (32,), (1024,), 1024, 1, "float32")
+SMALL = ProductSizes("small", 512, 512, 8, (32,), (1024,), 1024, 1, "float32")
 
 
-def published() -> tuple[Sizes, ...]:
+def published() -> tuple[ProductSizes, ...]:
     """Return the widths at which a GPU or TPU is measured."""
     models = {"OLMoE": PRESETS["olmoe_1b_7b"](), "Qwen3": PRESETS["qwen3_30b_a3b"]()}
     cases = []
@@ -79,11 +79,11 @@ def published() -> tuple[Sizes, ...]:
         assert model.moe is not None
         hidden, groups = 2 * model.moe.expert_dim, model.moe.num_experts
         rows = ((1, 8, 32), (8192,), 131072)
-        cases.append(Sizes(name, model.embed_dim, hidden, groups, *rows, 16, "bfloat16"))
+        cases.append(ProductSizes(name, model.embed_dim, hidden, groups, *rows, 16, "bfloat16"))
     return tuple(cases)
 
 
-class Limits(NamedTuple):
+class ProductLimits(NamedTuple):
     """Measured limits of the machine."""
 
     flops: Mapping[str, float]
@@ -119,7 +119,7 @@ def products(rounds: int, implementation: Implementation | None = None) -> dict[
     }
 
 
-def measured_limits(dtype: str, *, is_large: bool) -> Limits:
+def measured_limits(dtype: str, *, is_large: bool) -> ProductLimits:
     """Return the limits of this machine.
 
     Args:
@@ -130,7 +130,7 @@ def measured_limits(dtype: str, *, is_large: bool) -> Limits:
     rates = {d: matmul_rate(jnp.dtype(d), shapes) for d in (dtype, "int8", "float8_e4m3fn")}
     # Products that a backend computes in more bits are limited by the rate of those.
     rates = {name: max(rate, rates[dtype]) for name, rate in rates.items()}
-    return Limits(rates, memory_rate(2**30 if is_large else 2**27))
+    return ProductLimits(rates, memory_rate(2**30 if is_large else 2**27))
 
 
 def unmeasured() -> list[dict[str, Any]]:
@@ -144,7 +144,10 @@ def unmeasured() -> list[dict[str, Any]]:
 
 
 def measured(
-    sizes: Sizes, limits: Limits, rounds: int, implementation: Implementation | None = None
+    sizes: ProductSizes,
+    limits: ProductLimits,
+    rounds: int,
+    implementation: Implementation | None = None,
 ) -> list[dict[str, Any]]:
     """Return the rows of one model's sizes.
 
@@ -182,7 +185,7 @@ def in_words(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-class _Candidate(NamedTuple):
+class _ProductCandidate(NamedTuple):
     """One way to compute a product."""
 
     run: Callable[[], float] | str
@@ -194,7 +197,10 @@ class _Candidate(NamedTuple):
 
 
 def _quantised(
-    sizes: Sizes, limits: Limits, rounds: int, implementation_asked: Implementation | None
+    sizes: ProductSizes,
+    limits: ProductLimits,
+    rounds: int,
+    implementation_asked: Implementation | None,
 ) -> Iterator[dict[str, Any]]:
     k, n = sizes.width, sizes.hidden
     for m in (*sizes.few, *sizes.many):
@@ -202,12 +208,12 @@ def _quantised(
         x = jax.random.normal(keys[0], (m, k)).astype(sizes.dtype)
         matrices = [jax.random.normal(key, (k, n)).astype(sizes.dtype) for key in keys[1:]]
 
-        def one(multiply: Any, x: Any, matrices: Any, dtype: str, m: int = m) -> _Candidate:
+        def one(multiply: Any, x: Any, matrices: Any, dtype: str, m: int = m) -> _ProductCandidate:
             def run(x: Any, matrices: Any) -> Any:
                 return sum(multiply(x, w) for w in matrices)
 
             size = _bytes((x, matrices)) + len(matrices) * m * n * jnp.dtype(sizes.dtype).itemsize
-            return _Candidate(_time_call(run, x, matrices), dtype, size)
+            return _ProductCandidate(_time_call(run, x, matrices), dtype, size)
 
         candidates = {"dense": one(jnp.matmul, x, matrices, sizes.dtype)}
         for name, implementation in _implementations(
@@ -233,7 +239,10 @@ def _quantised(
 
 
 def _group(
-    sizes: Sizes, limits: Limits, rounds: int, implementation_asked: Implementation | None
+    sizes: ProductSizes,
+    limits: ProductLimits,
+    rounds: int,
+    implementation_asked: Implementation | None,
 ) -> Iterator[dict[str, Any]]:
     r, k, n, g = sizes.grouped, sizes.width, sizes.hidden, sizes.groups
     keys = jax.random.split(jax.random.key(0), 3)
@@ -258,10 +267,10 @@ def _grouped_candidates(
     group_sizes: Any,
     dtype: str,
     implementation_asked: Any,
-) -> dict[str, _Candidate]:
+) -> dict[str, _ProductCandidate]:
     rows, weights, d_out = operands
 
-    def one(multiply: Any, rows: Any, weights: Any, limit: str = dtype) -> _Candidate:
+    def one(multiply: Any, rows: Any, weights: Any, limit: str = dtype) -> _ProductCandidate:
         def run(rows: Any, weights: Any, d_out: Any) -> Any:
             if name == "forward":
                 return multiply(rows, weights)
@@ -270,7 +279,7 @@ def _grouped_candidates(
             return jax.vjp(function, rows if of_rows else weights)[1](d_out)[0]
 
         # Each pass reads two of rows, weights and d out, and writes an array like the third.
-        return _Candidate(
+        return _ProductCandidate(
             _time_call(run, rows, weights, d_out), limit, _bytes((rows, weights, d_out))
         )
 
@@ -293,7 +302,7 @@ def _grouped_candidates(
         lambda rows, weights: jax.lax.ragged_dot(rows, weights, group_sizes), rows, weights
     )
     theirs = timed_pass(name, rows.shape, weights.shape, np.asarray(group_sizes))
-    candidates["torch"] = _Candidate(theirs, dtype, _bytes(operands))
+    candidates["torch"] = _ProductCandidate(theirs, dtype, _bytes(operands))
     return candidates
 
 
@@ -310,9 +319,9 @@ def _rows(
     operation: str,
     case: str,
     name: str,
-    candidates: Mapping[str, _Candidate],
+    candidates: Mapping[str, _ProductCandidate],
     flops: float,
-    limits: Limits,
+    limits: ProductLimits,
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per candidate, the dense product first."""

@@ -64,7 +64,7 @@ class ServeBenchConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class ServedWork:
     """Requests of one turn."""
 
     prompts: list[list[int]]
@@ -73,7 +73,7 @@ class Work:
     """Tokens of each answer."""
 
 
-def work_of(settings: dict[str, Any], number: int) -> Work:
+def work_of(settings: dict[str, Any], number: int) -> ServedWork:
     """Return the requests of a turn, the same for all sides.
 
     Args:
@@ -85,7 +85,7 @@ def work_of(settings: dict[str, Any], number: int) -> Work:
     answers = rng.integers(
         settings["answer_length"] // 8, settings["answer_length"] + 1, len(sizes)
     )
-    return Work(
+    return ServedWork(
         prompts=[rng.integers(1, settings["vocab_size"], size).tolist() for size in sizes],
         lengths=answers.tolist(),
     )

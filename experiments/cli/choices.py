@@ -30,7 +30,7 @@ _LONGEST_TUPLE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class FieldChoice:
     """Field, or item of a tuple, whose value is one of several config classes."""
 
     path: str
@@ -44,7 +44,7 @@ class Choice:
         return f"--{self.path} {names}" if self.is_tuple else f"{self.path}:{names}"
 
 
-def find_choices(config: Any, prefix: str = "") -> Iterator[Choice]:
+def find_choices(config: Any, prefix: str = "") -> Iterator[FieldChoice]:
     """Yield the choices of a config and of the values chosen, parents first."""
     for key, hint in field_types(type(config)).items():
         value, path = getattr(config, key), prefix + key
@@ -52,10 +52,10 @@ def find_choices(config: Any, prefix: str = "") -> Iterator[Choice]:
         items = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
         members = _members(hint if items is None else items)
         if members and (len(options) > 1 or None not in config_classes(items or hint)):
-            yield Choice(path, members, items is not None, type(None) in options)
+            yield FieldChoice(path, members, items is not None, type(None) in options)
         for index, item in enumerate(value if items is not None else ()):
             if dataclasses.is_dataclass(item):
-                yield Choice(f"{path}.{index}", members)
+                yield FieldChoice(f"{path}.{index}", members)
                 yield from find_choices(item, f"{path}.{index}.")
         if dataclasses.is_dataclass(value):
             yield from find_choices(value, f"{path}.")
@@ -171,7 +171,7 @@ def known_spelling(word: str, names: Mapping[str, Any]) -> str:
     return {_field(name): name for name in names}.get(_field(word), word)
 
 
-def _take_items(choice: Choice, arguments: list[str]) -> tuple[list[str] | None, list[str]]:
+def _take_items(choice: FieldChoice, arguments: list[str]) -> tuple[list[str] | None, list[str]]:
     """Return the names after the last `--dotted.tuple`, None without one, and the other words."""
     chosen, remaining = None, []
     while arguments:
@@ -186,7 +186,7 @@ def _take_items(choice: Choice, arguments: list[str]) -> tuple[list[str] | None,
     return chosen, remaining
 
 
-def _take_member(choice: Choice, arguments: list[str]) -> tuple[str | None, list[str]]:
+def _take_member(choice: FieldChoice, arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the name that the last word or flag of a choice gives, and the other words.
 
     The name is None without one. Both `dotted.field:NAME` and `--dotted.field NAME` are read.
@@ -209,7 +209,7 @@ def _take_member(choice: Choice, arguments: list[str]) -> tuple[str | None, list
     return chosen, remaining
 
 
-def _name_of(choice: Choice, word: str, where: str) -> str:
+def _name_of(choice: FieldChoice, word: str, where: str) -> str:
     """Return the name that a word spells."""
     name = known_spelling(word, choice.members)
     if name in choice.members or (choice.is_optional and name == "none"):
@@ -219,7 +219,7 @@ def _name_of(choice: Choice, word: str, where: str) -> str:
 
 
 def _imply(
-    choice: Choice, chosen: str | None, current: str, value: Any, choices: Mapping[str, str]
+    choice: FieldChoice, chosen: str | None, current: str, value: Any, choices: Mapping[str, str]
 ) -> str:
     """Return the member that has the fields which the arguments name.
 

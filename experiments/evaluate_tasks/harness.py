@@ -52,7 +52,7 @@ class TextTokens(NamedTuple):
         return self.encode(text)[len(self.begin) :]
 
 
-class _Codec:
+class _HarnessCodec:
     """Text of tokens, as the engine reads it."""
 
     def __init__(self, text: TextTokens):
@@ -231,7 +231,7 @@ def harness_model(
                 prompts.append(Prompt(tokens=tuple(tokens), sampling=sampling, stop=tuple(ends)))
             assert make_executor is not None  # the caller has looked
             executor = executor or make_executor()
-            answers = answer_all(executor, prompts, _Codec(text))
+            answers = answer_all(executor, prompts, _HarnessCodec(text))
             return [
                 _answer(text, answer.tokens, prompt.stop)
                 for prompt, answer in zip(prompts, answers, strict=True)

@@ -41,7 +41,7 @@ from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
 from experiments.launch.config import LaunchRunConfig, SuperviseConfig
 from experiments.launch.signals import Signals
-from experiments.launch.supervise import Ended, consequence, supervise
+from experiments.launch.supervise import StartResult, consequence, supervise
 from jaxmoe.contrib.slow_links.sites.config import KEY_VARIABLE, VARIABLE, SiteConfig, key_of
 from jaxmoe.contrib.slow_links.sites.coordinator import Coordinator
 from jaxmoe.contrib.slow_links.sites.directory import DirectoryClosings
@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
             write(f"sites: coordinator on {transport}")
             while signals.number is None:
                 time.sleep(0.1)
-            exits: dict[int, Ended] = {}
+            exits: dict[int, StartResult] = {}
         else:
             exits = _supervise_all(config, directory, signals, transport, environment)
     bad = {member: end for member, end in exits.items() if end.code != ExitCode.DONE}
@@ -257,9 +257,9 @@ def _supervise_all(
     signals: Signals,
     transport: str,
     environment: Mapping[str, str],
-) -> dict[int, Ended]:
+) -> dict[int, StartResult]:
     """Supervise each site in a thread; return how each ended."""
-    exits: dict[int, Ended] = {}
+    exits: dict[int, StartResult] = {}
 
     def is_wanted() -> bool:
         # Without others a site that is started again would wait for rounds that never end.

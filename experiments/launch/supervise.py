@@ -72,7 +72,7 @@ FINAL = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
+class StartResult:
     """End of one start."""
 
     code: int
@@ -112,7 +112,7 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     is_shown: bool = True,
     is_wanted: Callable[[], bool] = lambda: True,
-) -> Ended:
+) -> StartResult:
     """Start the processes until they end for good; return how.
 
     Args:
@@ -128,7 +128,7 @@ def supervise(
     restarts, places = 0, config.elastic.build(len(config.here))
     with memory_directories(config.snapshots, config.here) as memory, LauncherLife() as life:
         while True:
-            start = _Start(
+            start = _SupervisedStart(
                 config,
                 directory.path,
                 [memory[config.here[place]] for place in places.used],
@@ -167,7 +167,7 @@ def supervise(
     return outcome
 
 
-class _Start:
+class _SupervisedStart:
     """Processes of one start."""
 
     def __init__(
@@ -219,7 +219,7 @@ class _Start:
             reader.start()
             self._readers.append(reader)
 
-    def wait(self, seconds: float) -> Ended:
+    def wait(self, seconds: float) -> StartResult:
         """Wait until all processes have ended, by themselves or because one was lost.
 
         Args:
@@ -244,7 +244,7 @@ class _Start:
                 return self._ended(128 + signal.SIGKILL, cause)
             time.sleep(0.02)
 
-    def _end(self, first: int) -> Ended:
+    def _end(self, first: int) -> StartResult:
         """End the other processes after one failed; give them time if all received a signal."""
         killed = self._stop(self._config.grace) if self._signals.number is None else set()
         for process in self._running:
@@ -275,12 +275,12 @@ class _Start:
                 killed.add(index)
         return killed
 
-    def _ended(self, code: int, cause: str, lost: int | None = None) -> Ended:
+    def _ended(self, code: int, cause: str, lost: int | None = None) -> StartResult:
         for process, reader in zip(self._running, self._readers, strict=True):
             process.wait()
             reader.join(timeout=5)
         self._signals.forget(self._running)
-        return Ended(int(code), cause, time.monotonic() - self._began, lost)
+        return StartResult(int(code), cause, time.monotonic() - self._began, lost)
 
     def _read(self, process: subprocess.Popen[str], log: pathlib.Path, index: int) -> None:
         assert process.stdout is not None

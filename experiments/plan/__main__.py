@@ -39,7 +39,7 @@ from jaxmoe.planning.compilers.topologies import check_compiler
 from jaxmoe.planning.hardware import Topology, parse_topology
 from jaxmoe.planning.search import (
     Factors,
-    Found,
+    SearchResult,
     Space,
     enumerate_meshes,
     search,
@@ -83,7 +83,7 @@ def find(
     space: Space,
     factors: Factors | None = None,
     without: Collection[str] = (),
-) -> Found:
+) -> SearchResult:
     """Return the fastest plans that fit, in closed form.
 
     Args:

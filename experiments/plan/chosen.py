@@ -15,7 +15,7 @@ from jaxmoe.configs import to_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.pipelines_compared import compare_schedules
-from jaxmoe.planning.search import Candidate, Found, mesh_flags
+from jaxmoe.planning.search import Candidate, SearchResult, mesh_flags
 from jaxmoe.planning.search.verdicts import plan_in_words, why_not
 
 
@@ -84,7 +84,7 @@ def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
 
 def plan_summary(
     config: PlanConfig,
-    found: Found,
+    found: SearchResult,
     compiled: dict[str, Any] | None,
     chip: Chip,
     defaults: ExecutionConfig,

@@ -20,7 +20,7 @@ from jaxmoe.planning.compile_ahead import CompilerCrashError, CompilerRefusal, i
 from jaxmoe.planning.corrections.calibration import Anchor, shallow_depth
 from jaxmoe.planning.hardware import Topology
 from jaxmoe.planning.memory import estimate_memory
-from jaxmoe.planning.search import Candidate, Found, mesh_in_words, remedies
+from jaxmoe.planning.search import Candidate, SearchResult, mesh_in_words, remedies
 from jaxmoe.planning.search.verdicts import plan_in_words
 from jaxmoe.run.config import PretrainConfig
 
@@ -30,7 +30,7 @@ _REFUSED = CompilerRefusal.__name__
 def judge(
     config: PlanConfig,
     topology: Topology,
-    searching: Callable[..., Found],
+    searching: Callable[..., SearchResult],
     defaults: ExecutionConfig,
 ) -> tuple[dict[str, Any], str]:
     """Return the summary and the page; compile until one plan fits.
@@ -50,7 +50,7 @@ def judge(
     rejected: list[dict[str, Any]] = []
     last: Candidate | None = None
 
-    def search() -> Found:
+    def search() -> SearchResult:
         """Return the plans that fit, without those that the compiler refused."""
         everything = searching(factors=factors)
         fitting = {
@@ -124,7 +124,7 @@ def judge(
 
 def _with_others(
     config: PlanConfig,
-    searching: Callable[..., Found],
+    searching: Callable[..., SearchResult],
     factors: dict[Remat, float],
     dispatchers: set[str],
 ) -> dict[str, Candidate]:

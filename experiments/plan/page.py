@@ -23,7 +23,7 @@ from jaxmoe.planning.attention_links import (
 from jaxmoe.planning.hardware import CHIPS, Chip, Topology
 from jaxmoe.planning.nested import NestedSharding, best_nested
 from jaxmoe.planning.network.page import NetworkConfig, network_lines
-from jaxmoe.planning.search import Candidate, Found, mesh_in_words
+from jaxmoe.planning.search import Candidate, SearchResult, mesh_in_words
 from jaxmoe.planning.search.verdicts import plan_in_words, why_not
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import predict_time
@@ -35,7 +35,7 @@ _MOST_FASTER = 3
 
 def page_of_plan(
     topology: Topology,
-    result: Found,
+    result: SearchResult,
     compiled: Mapping[str, Any] | None,
     summary: Mapping[str, Any],
     network: NetworkConfig,
@@ -138,7 +138,7 @@ def page_of_refusal(
     return "\n".join(lines)
 
 
-def runners_up(search_result: Found, chip: Chip) -> str:
+def runners_up(search_result: SearchResult, chip: Chip) -> str:
     """Return the best plans, why the others were not chosen, and faster ones that do not fit.
 
     Args:

@@ -55,9 +55,9 @@ from jaxmoe.layers.mixers import AttentionConfig, LatentAttentionConfig, MixerBa
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 from jaxmoe.serve.policies.batching import SplitFuseConfig
-from jaxmoe.serve.requests import Objective
+from jaxmoe.serve.requests import LatencyObjective
 
 Table = list[tuple[str, ...]]
 
@@ -200,7 +200,7 @@ def answers_table(config: AdviseConfig, cost: Roofline) -> Table:
 def stages_table(config: AdviseConfig, cost: Roofline) -> Table:
     """Return the cuts of a prompt's layers that no other beats."""
     number, sizes = cost.sizes.num_layers, cost.sizes
-    parts = [[Part(config.prompt, 0, (i, i + 1))] for i in range(number)]
+    parts = [[WorkPart(config.prompt, 0, (i, i + 1))] for i in range(number)]
     free = dataclasses.replace(cost, constant=0.0)
     # The head is an operation of every step: all layers but the last are timed beside a free one.
     headless = dataclasses.replace(free, sizes=dataclasses.replace(sizes, head=0))
@@ -263,7 +263,7 @@ def best_phases(config: AdviseConfig, cost: Roofline) -> Phases | None:
         config: Config of the command.
         cost: Cost model of one instance.
     """
-    objective = Objective(ttft=config.ttft, tpot=config.tpot)
+    objective = LatencyObjective(ttft=config.ttft, tpot=config.tpot)
     facts = facts_of(SimulateConfig(), cost)
 
     def within(prefill: int, decode: int, rate: float) -> float:

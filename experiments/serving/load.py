@@ -35,7 +35,7 @@ from jaxmoe.contrib.serving_lab.load import LoadReport, report_load, send_load
 from jaxmoe.contrib.serving_lab.simulation import Workload
 from jaxmoe.contrib.serving_lab.simulation.workload import GammaConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.serve.requests import Objective
+from jaxmoe.serve.requests import LatencyObjective
 
 _KEY = "JAXMOE_API_KEY"
 _MAX_LENGTH = 2048
@@ -55,7 +55,7 @@ class LoadConfig:
     """Requests over time."""
     requests: int | None = None
     """Number of requests; that of the workload when None."""
-    slo: Objective = Objective(ttft=1.0, tpot=0.1)
+    slo: LatencyObjective = LatencyObjective(ttft=1.0, tpot=0.1)
     """Promised latency."""
     vocab: int = 256
     """Prompts are token ids below this number; 0 sends text, a letter for each token."""

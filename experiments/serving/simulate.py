@@ -65,7 +65,7 @@ from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.policies.retention import RETENTION
-from jaxmoe.serve.requests import Objective
+from jaxmoe.serve.requests import LatencyObjective
 
 HEADINGS = (
     *("policy", "rate/s", "goodput/s", "within SLO", "ttft s", "tpot ms", "tokens/s"),
@@ -288,7 +288,7 @@ def simulate(
         description: Line to print before.
     """
     say(description)
-    objective = Objective(ttft=config.ttft, tpot=config.tpot)
+    objective = LatencyObjective(ttft=config.ttft, tpot=config.tpot)
     policies = config.batching or tuple(name for name in EVERY_BATCHING if _can_run(name, facts))
     chosen = (policies, config.dispatch, config.retention, config.scaling)
     for names in itertools.product(*chosen):  # refuses what does not fit before the first runs

@@ -25,8 +25,8 @@ import numpy as np
 from experiments.cli.output import say
 from experiments.cli.tables import paired_interval, text_table
 from experiments.studies.data import digest_of
-from experiments.studies.programs import Programs
-from experiments.studies.study import StoppedError, StudyRunConfig, run_study
+from experiments.studies.programs import StudyPrograms
+from experiments.studies.study import StudyRunConfig, StudyStoppedError, run_study
 from experiments.studies.trials import TrialsFile, train
 from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.execution import ExecutionConfig
@@ -95,7 +95,7 @@ class PrecisionStudy:
 
     def __init__(self, config: PrecisionConfig, directory: RunDirectory):
         self._config, self._directory = config, directory
-        self._programs: dict[str, Programs] = {}
+        self._programs: dict[str, StudyPrograms] = {}
         self._params: Any = None
         self._stop: StopRequest | None = None
         self._data = digest_of([self._assemble(0).source])
@@ -114,7 +114,7 @@ class PrecisionStudy:
                     continue
                 try:
                     params, nats = self._train(arm, seed)
-                except StoppedError:
+                except StudyStoppedError:
                     return str(stop.reason)
                 if (arm, seed) == (self._config.arms[0], self._config.seeds - 1):
                     self._params = params
@@ -237,8 +237,8 @@ def _execution(run: Assembly, arm: str) -> ExecutionConfig:
     return dataclasses.replace(run.execution, precision=PrecisionPolicy(matmul=ARMS[arm]))
 
 
-def _programs(run: Assembly, arm: str) -> Programs:
-    return Programs(
+def _programs(run: Assembly, arm: str) -> StudyPrograms:
+    return StudyPrograms(
         run.plan.model,
         run.plan.optimizer,
         run.feed.batch(0),

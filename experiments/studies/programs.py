@@ -30,7 +30,7 @@ RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Compiler options of programs that run a few times: compilation takes half the time."""
 
 
-class Programs:
+class StudyPrograms:
     """Initial state, training step and evaluation of one model, each compiled on first use.
 
     Seed and data are arguments of the programs, so that many trainings share them.

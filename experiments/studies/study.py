@@ -37,7 +37,7 @@ EXIT_CODES = {
 """Exit code of a study by its status; 0 for any other."""
 
 
-class StoppedError(Exception):
+class StudyStoppedError(Exception):
     """A signal arrived: the current trial is abandoned."""
 
 
@@ -67,7 +67,7 @@ class Study(Protocol):
 def check_stop(stop: StopRequest) -> None:
     """Raise StoppedError once a signal has arrived."""
     if stop.reason is not None:
-        raise StoppedError
+        raise StudyStoppedError
 
 
 def run_study(

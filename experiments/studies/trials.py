@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from experiments.studies.programs import Programs
+from experiments.studies.programs import StudyPrograms
 from experiments.studies.study import check_stop
 from jaxmoe.data import Batch
 from jaxmoe.resilience.stop import StopRequest
@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 
 def train(
-    programs: Programs, key: Array, batches: Iterable[Batch], stop: StopRequest
+    programs: StudyPrograms, key: Array, batches: Iterable[Batch], stop: StopRequest
 ) -> tuple[TrainState, list[StepMetrics]]:
     """Train a new state on batches.
 

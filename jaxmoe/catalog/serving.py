@@ -104,7 +104,7 @@ _DISPATCH: Final = {
 }
 _RETENTION: Final = {
     "lru": (
-        "jaxmoe.serve.policies.retention.lru:LRUConfig",
+        "jaxmoe.serve.policies.retention.lru:LRURetentionConfig",
         "Any pages; a preempted sequence is computed again.",
     ),
     "swap_groups": (
@@ -113,7 +113,7 @@ _RETENTION: Final = {
     ),
 }
 _SCALING: Final = {
-    "fixed": ("jaxmoe.contrib.fleet.scaling.fixed:FixedConfig", "All instances, always."),
+    "fixed": ("jaxmoe.contrib.fleet.scaling.fixed:FixedScalingConfig", "All instances, always."),
     "slo": (
         "jaxmoe.contrib.fleet.scaling.slo:SLOConfig",
         "Instances that the predicted rate needs.",
@@ -134,7 +134,7 @@ _WORKLOAD: Final = {
         "Conversations: each turn repeats what was said and adds to it.",
     ),
     "file": (
-        "jaxmoe.contrib.serving_lab.simulation.workload:FileConfig",
+        "jaxmoe.contrib.serving_lab.simulation.workload:TraceFileConfig",
         "Requests of a trace file, faster or slower by `rate`.",
     ),
 }

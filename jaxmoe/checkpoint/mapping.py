@@ -22,7 +22,7 @@ name are one error that lists all of them. After DeepSpeed's universal checkpoin
 
 Commands take rules as a Python file that defines `RULES` (`read_rules`).
 
-To add a rule: `jaxmoe/checkpoint/mapping.py` (a subclass of `Rule` with `merge`).
+To add a rule: `jaxmoe/checkpoint/mapping.py` (a subclass of `MappingRule` with `merge`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(\.\.\.)?\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class MappingRule:
     """Base of all rules."""
 
     source: str
@@ -69,19 +69,19 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rename(Rule):
+class Rename(MappingRule):
     """Another name for the same array."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Drop(Rule):
+class Drop(MappingRule):
     """Arrays that the target does not need."""
 
     target: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Replicated(Rule):
+class Replicated(MappingRule):
     """One of several pieces that are equal bit by bit."""
 
     def merge(self, pieces: Pieces) -> np.ndarray:
@@ -96,7 +96,7 @@ class Replicated(Rule):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Average(Rule):
+class AverageParts(MappingRule):
     """Mean of the pieces, computed in float32."""
 
     def merge(self, pieces: Pieces) -> np.ndarray:
@@ -108,7 +108,7 @@ class Average(Rule):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Concatenate(Rule):
+class Concatenate(MappingRule):
     """Pieces one after another along an axis."""
 
     keeps_shape: ClassVar[bool] = False
@@ -122,7 +122,7 @@ class Concatenate(Rule):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ConcatenateParts(Rule):
+class ConcatenateParts(MappingRule):
     """Pieces of several fused matrices (QKV, SwiGLU): all first parts, then all second parts."""
 
     keeps_shape: ClassVar[bool] = False
@@ -141,7 +141,7 @@ class ConcatenateParts(Rule):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unpad(Rule):
+class Unpad(MappingRule):
     """Pieces one after another along an axis, cut to a size."""
 
     keeps_shape: ClassVar[bool] = False
@@ -164,7 +164,7 @@ class Unpad(Rule):
 class Merged:
     """The sources of one target array."""
 
-    rule: Rule
+    rule: MappingRule
     sources: tuple[str, ...]
     """Names of the pieces, in order."""
 
@@ -194,7 +194,7 @@ class Merged:
             raise CheckpointError(f"{target}, by {self.rule}: {error}: {shapes}") from error
 
 
-def read_rules(path: str, field: str) -> tuple[Rule, ...]:
+def read_rules(path: str, field: str) -> tuple[MappingRule, ...]:
     """Return the rules that a Python file defines. The file is executed.
 
     Args:
@@ -215,12 +215,14 @@ def read_rules(path: str, field: str) -> tuple[Rule, ...]:
         raise ValueError(f"{field}={path} cannot be read ({error.strerror}): {way_out}") from error
     except (SyntaxError, NameError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{field}={path} cannot be run ({error}): {way_out}") from error
-    if not isinstance(rules, tuple | list) or not all(isinstance(rule, Rule) for rule in rules):
+    if not isinstance(rules, tuple | list) or not all(
+        isinstance(rule, MappingRule) for rule in rules
+    ):
         raise ValueError(f"{field}={path} defines no RULES: {way_out}")
     return tuple(rules)
 
 
-def plan_mapping(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Merged]:
+def plan_mapping(rules: Sequence[MappingRule], names: Iterable[str]) -> dict[str, Merged]:
     """Find the sources of every target array.
 
     Args:
@@ -235,7 +237,7 @@ def plan_mapping(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Merge
             message lists all of them.
     """
     compiled = [(rule, re.compile(_pattern(rule.source))) for rule in rules]
-    sources: dict[tuple[str, Rule], list[tuple[Any, str]]] = {}
+    sources: dict[tuple[str, MappingRule], list[tuple[Any, str]]] = {}
     lines, needed = [], set()
     for name in sorted(names):
         fitting = [(rule, m) for rule, pattern in compiled if (m := pattern.fullmatch(name))]
@@ -285,7 +287,7 @@ def _fill(target: str, match: re.Match[str]) -> str:
     return _PLACEHOLDER.sub(lambda placeholder: match[placeholder[1]], target)
 
 
-def _order(match: re.Match[str], rule: Rule) -> tuple[Any, ...]:
+def _order(match: re.Match[str], rule: MappingRule) -> tuple[Any, ...]:
     """Return the sort key of a piece: numbers by value, before words."""
     names = [match[name] for name in _names(rule.source) if name not in _names(rule.target)]
     return tuple(

@@ -35,7 +35,7 @@ from jaxmoe.checkpoint.manifest import (
     hint_of,
     spell,
 )
-from jaxmoe.checkpoint.mapping import Merged, Rename, Rule, plan_mapping
+from jaxmoe.checkpoint.mapping import MappingRule, Merged, Rename, plan_mapping
 from jaxmoe.checkpoint.reading import Reading, array_reader, sharding_of
 from jaxmoe.state_tree import SEPARATOR, flatten, is_key, unpack
 
@@ -47,7 +47,7 @@ def restore_part(
     target: Any,
     *,
     step: int | None = None,
-    mapping: Sequence[Rule] = (),
+    mapping: Sequence[MappingRule] = (),
     is_cast_allowed: bool = False,
     verify: Verify = "full",
 ) -> Any:
@@ -95,7 +95,7 @@ def restore_part(
 
 
 def read_mapped(
-    directory: Any, step: int, *, mapping: Sequence[Rule] = (), verify: Verify = "full"
+    directory: Any, step: int, *, mapping: Sequence[MappingRule] = (), verify: Verify = "full"
 ) -> dict[str, Array]:
     """Return every array of a checkpoint by its name after a mapping, on one device.
 
@@ -179,7 +179,7 @@ class _Reader:
         return array
 
 
-def _sources(manifest: CheckpointManifest, mapping: Sequence[Rule]) -> Mapping[str, Merged]:
+def _sources(manifest: CheckpointManifest, mapping: Sequence[MappingRule]) -> Mapping[str, Merged]:
     if mapping:
         return plan_mapping(mapping, manifest.arrays)
     return {path: Merged(Rename(path, path), (path,)) for path in manifest.arrays}

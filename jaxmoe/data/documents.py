@@ -198,7 +198,7 @@ def _write(
     (directory / "facts.json").write_text(json.dumps(facts))
 
 
-class _Document(NamedTuple):
+class _ReadDocument(NamedTuple):
     """A document to write."""
 
     ids: np.ndarray
@@ -219,7 +219,7 @@ class _Weights:
         self._stream = stream
         self.untrained, self._trained = 0, 0
 
-    def write(self, document: _Document) -> bool:
+    def write(self, document: _ReadDocument) -> bool:
         """Write the weights of a document; return False, and count it, if no token is trained."""
         weights = document.weights
         if weights is None or weights.shape != document.ids.shape or weights.dtype != np.uint8:
@@ -239,9 +239,9 @@ class _Weights:
 
 def _documents(
     collection: Collection, tokenizer: Tokenizer, on_bad_record: BadRecords, skipped: list[str]
-) -> Iterator[_Document]:
+) -> Iterator[_ReadDocument]:
     """Yield the documents that are not empty."""
-    waiting: list[_Text] = []
+    waiting: list[_DocumentText] = []
     characters = 0
     for record in collection.records(tokenizer):
         checked = record if isinstance(record, BadRecord) else _check(record, tokenizer)
@@ -253,7 +253,7 @@ def _documents(
             text = record.value if isinstance(record, Record) else ""
             assert isinstance(text, str)
             if text:
-                waiting.append(_Text(text, digest(checked), len(checked)))
+                waiting.append(_DocumentText(text, digest(checked), len(checked)))
                 characters += len(text)
             del record, checked, text  # a document may be large, and is encoded below
             if characters >= _BATCH_CHARACTERS or len(waiting) >= _BATCH_TEXTS:
@@ -264,11 +264,11 @@ def _documents(
             waiting, characters = [], 0
             assert isinstance(record, Record)  # a BadRecord stays one
             known = _digest_of_ids(checked) if record.digest is None else record.digest
-            yield _Document(checked, known, -1, record.weights)
+            yield _ReadDocument(checked, known, -1, record.weights)
     yield from _tokenize(waiting, tokenizer)
 
 
-class _Text(NamedTuple):
+class _DocumentText(NamedTuple):
     """A document that waits for the tokenizer."""
 
     text: str
@@ -277,7 +277,7 @@ class _Text(NamedTuple):
     """Bytes in UTF-8."""
 
 
-def _tokenize(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[_Document]:
+def _tokenize(texts: list[_DocumentText], tokenizer: Tokenizer) -> Iterator[_ReadDocument]:
     if not texts:
         return
     encoded = tokenizer.encode_all([text.text for text in texts])
@@ -286,7 +286,7 @@ def _tokenize(texts: list[_Text], tokenizer: Tokenizer) -> Iterator[_Document]:
         ids = encoded.pop()  # freed before the next
         ends = np.array([tokenizer.separator], ids.dtype)
         ids = np.concatenate([ends, ids, ends])
-        yield _Document(ids, text.digest, text.size)
+        yield _ReadDocument(ids, text.digest, text.size)
 
 
 def _check(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:

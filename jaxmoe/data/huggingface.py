@@ -48,10 +48,10 @@ class HuggingFaceConfig(TextReadingConfig):
         """
         if not self.dataset:
             raise DataError("data.dataset is empty: give a name on the hub, or a directory")
-        return build_sources(self, self.name, {"": Rows(self)}, seed=seed)[""]
+        return build_sources(self, self.name, {"": HubRows(self)}, seed=seed)[""]
 
 
-class Rows:
+class HubRows:
     """Documents of a data set: a collection.
 
     Args:

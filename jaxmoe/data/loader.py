@@ -186,7 +186,7 @@ class Loader:
             MissingPackageError: Grain is not installed.
         """
         grain = require("grain")
-        steps = _Steps(self, start_step, stop_step, process_index, process_count)
+        steps = _LoaderSteps(self, start_step, stop_step, process_index, process_count)
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
         batches = iter(grain.MapDataset.source(steps).to_iter_dataset(ahead))
         try:
@@ -235,7 +235,7 @@ class Loader:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Steps:
+class _LoaderSteps:
     """Batches of a range of steps as a random-access source of Grain."""
 
     loader: Loader

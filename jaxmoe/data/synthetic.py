@@ -110,7 +110,7 @@ class LanguageMixtureConfig(PartitionedConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Chain:
+class MarkovChain:
     """One language: its distributions, and tables to draw from them.
 
     Contexts are numbered in base V, the oldest symbol first, so that symbol s after context c leads
@@ -170,7 +170,7 @@ class SyntheticSource:
 
     config: MarkovConfig | LanguageMixtureConfig
     seed: int
-    chains: tuple[Chain, ...]
+    chains: tuple[MarkovChain, ...]
     partition: Subset | None = None
     """Part to which the rows of the train split belong, if they are partitioned."""
     part_rows: RowNumbers | None = None
@@ -336,7 +336,7 @@ def _check_chain(
 
 def _draw_chain(
     config: MarkovConfig | LanguageMixtureConfig, num_symbols: int, *, language: int
-) -> Chain:
+) -> MarkovChain:
     """Draw the distributions of all contexts and solve for the stationary one."""
     generator = frozen_generator(config.language_seed, 0, language)
     drawn = generator.dirichlet(
@@ -344,7 +344,7 @@ def _draw_chain(
     )
     transitions = (1 - _FLOOR) * drawn + _FLOOR / num_symbols
     stationary = _stationary(transitions)
-    return Chain(
+    return MarkovChain(
         order=config.order,
         transitions=transitions,
         stationary=stationary,

@@ -30,7 +30,7 @@ _BROKEN = "\ufffd"
 
 
 @runtime_checkable
-class Codec(Protocol):
+class TextCodec(Protocol):
     """What a `jaxmoe.data.Source` has for text."""
 
     def encode(self, text: str) -> Any:
@@ -203,7 +203,7 @@ def separator_of(source: Source) -> int | None:
     return 0 if source.bytes_per_token == 1.0 else None
 
 
-def encode_prompts(codec: Codec, prompts: Sequence[str]) -> list[np.ndarray]:
+def encode_prompts(codec: TextCodec, prompts: Sequence[str]) -> list[np.ndarray]:
     """Return the token ids of prompts.
 
     Args:
@@ -231,7 +231,7 @@ def encode_prompts(codec: Codec, prompts: Sequence[str]) -> list[np.ndarray]:
 
 def continue_texts(
     model: ModelConfig,
-    codec: Codec,
+    codec: TextCodec,
     params: Any,
     router_state: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
@@ -307,7 +307,7 @@ class _Text:
 
     def __init__(
         self,
-        codec: Codec,
+        codec: TextCodec,
         config: GenerationConfig,
         prompt: Sequence[int] | np.ndarray,
         precision: str,

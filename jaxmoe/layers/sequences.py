@@ -28,7 +28,7 @@ from pallas_kernels.sequence_layout import lay_out as in_order
 from sharding import axes as ax
 from sharding.sequence_parallel import (
     AttentionSizes,
-    Choice,
+    FormChoice,
     SequenceForm,
     sequence_ranks,
 )
@@ -121,7 +121,7 @@ def check_rows(
 
 def choose_form(
     context: LayerContext, execution: ExecutionConfig, length: int, mesh: Mapping[str, int]
-) -> Choice:
+) -> FormChoice:
     """Return the form of attention on a mesh, unchecked, and the reason for it.
 
     Args:

@@ -3,8 +3,8 @@
 from jaxmoe.catalog import Registry
 from jaxmoe.optim.adamw import AdamWConfig as AdamWConfig
 from jaxmoe.optim.adamw import adamw as adamw
+from jaxmoe.optim.groups import GroupMembers as GroupMembers
 from jaxmoe.optim.groups import GroupTraits as GroupTraits
-from jaxmoe.optim.groups import Members as Members
 from jaxmoe.optim.groups import Optimizer as Optimizer
 from jaxmoe.optim.groups import train_only as train_only
 from jaxmoe.optim.hypersphere import adamh as adamh

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
+from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer
 from jaxmoe.optim.steps import (
     Number,
     Rate,
@@ -55,7 +55,7 @@ class AdamWConfig(AdamWFields):
     stays_finite: ClassVar[bool] = True
     groups: ClassVar[Mapping[Group, GroupTraits]] = {"adamw": ADAM}
 
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return AdamW for the group."""
         return adamw_group(members, self)
 
@@ -103,7 +103,7 @@ def adamw(
     )
 
 
-def adamw_group(members: Members, config: Any) -> optax.GradientTransformation:
+def adamw_group(members: GroupMembers, config: Any) -> optax.GradientTransformation:
     """Return AdamW for a group.
 
     Args:
@@ -118,7 +118,7 @@ def adamw_group(members: Members, config: Any) -> optax.GradientTransformation:
     )
 
 
-def adam_directions(members: Members, config: Any) -> optax.GradientTransformation:
+def adam_directions(members: GroupMembers, config: Any) -> optax.GradientTransformation:
     """Return Adam's directions for a group, each parameter with its own epsilon.
 
     Adam's direction with epsilon k e is its direction with epsilon e for gradients divided by k.

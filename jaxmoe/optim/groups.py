@@ -55,7 +55,7 @@ FROZEN_TRAITS = GroupTraits(moments_per_parameter=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Members:
+class GroupMembers:
     """The parameters of one group, and what their rates are made of."""
 
     table: ParameterTable
@@ -120,7 +120,7 @@ class Optimizer(abc.ABC):
         check_numbers("optimizer.", **{field.name: getattr(self, field.name) for field in fields})
 
     @abc.abstractmethod
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return the steps of one group, which treat each parameter and each layer by itself.
 
         Args:
@@ -175,7 +175,7 @@ class Optimizer(abc.ABC):
         steps: dict[Hashable, optax.GradientTransformation] = {}
         for group in present:
             own = peak * self.rate_ratio(group)
-            members = Members(table=table, group=group, schedule=schedule, peak=own)
+            members = GroupMembers(table=table, group=group, schedule=schedule, peak=own)
             steps[group] = self.transformation(members)
         if not steps:
             built = optax.identity()

@@ -35,7 +35,7 @@ import optax
 from jaxtyping import Array, Int
 
 from jaxmoe.optim.adamw import ADAM, adamw_group
-from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
+from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer
 from jaxmoe.optim.matrices import Matrix, matrices_of
 from jaxmoe.optim.newton_schulz import Coefficients, newton_schulz
 from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion, straight_steps
@@ -106,7 +106,7 @@ class MuonConfig(MatrixOptimizer):
     """Scale by fan-out and fan-in: spectral_norm sqrt(out / in), rms_norm 0.2 sqrt(max(out, in)),
     clip_norm sqrt(max(1, out / in)), or 1."""
 
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return Muon or AdamW for the group."""
         if members.group == "adamw":
             return adamw_group(members, self)
@@ -119,7 +119,7 @@ class MuonConfig(MatrixOptimizer):
 
 
 def muon_directions(
-    config: MatrixOptimizer, members: Members, scale: Scale | None
+    config: MatrixOptimizer, members: GroupMembers, scale: Scale | None
 ) -> optax.GradientTransformation:
     """Return Muon's directions for a group.
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import optax
 
 from jaxmoe.optim.adamw import ADAM, adam_directions, adamw_group
-from jaxmoe.optim.groups import GroupTraits, Members
+from jaxmoe.optim.groups import GroupMembers, GroupTraits
 from jaxmoe.optim.hypersphere import Sphere, on_sphere
 from jaxmoe.optim.muon import ComputeDtype, Form, MatrixOptimizer, muon_directions, scale_by_muon
 from jaxmoe.optim.newton_schulz import Coefficients
@@ -54,7 +54,7 @@ class MuonHConfig(MatrixOptimizer):
     sphere: Sphere = "matrix"
     """One sphere per matrix, or one for all experts of a layer (the reading of HyperP's code)."""
 
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return MuonH, AdamH or AdamW for the group."""
         if members.group == "adamw":
             return adamw_group(members, self)

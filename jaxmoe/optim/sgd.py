@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import optax
 
-from jaxmoe.optim.groups import GroupTraits, Members, Optimizer
+from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer
 from jaxmoe.optim.steps import straight_steps
 from jaxmoe.parameters import Group
 
@@ -42,7 +42,7 @@ class SGDConfig(Optimizer):
     weight_decay: float = 0.0
     """Decoupled weight decay, times the learning rate and the role's multiplier."""
 
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return gradient descent for the group."""
         directions = optax.trace(self.momentum) if self.momentum else optax.identity()
         return straight_steps(

@@ -36,7 +36,7 @@ from jaxmoe.planning.abstract_step import StepPlan, trace_step
 from jaxmoe.planning.compilers.topologies import topology_devices
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Topology
-from jaxmoe.planning.hlo import KernelTraffic, Work, collectives, kernel_traffic, work
+from jaxmoe.planning.hlo import KernelTraffic, ProgramWork, collectives, kernel_traffic, work
 from jaxmoe.planning.mesh_axes import AxisBytes, bytes_by_axes
 from jaxmoe.planning.sizes import Sizes
 from sharding.mesh import make_mesh
@@ -64,7 +64,7 @@ class CompiledProgram:
     """Bytes read and written by the same analysis."""
     traffic: list[AxisBytes] | None
     """None if this jaxlib cannot parse the program (v5p with a newer libtpu)."""
-    work: Work | None
+    work: ProgramWork | None
     """FLOPs and bytes with loops counted; None as `traffic`."""
 
     @property

@@ -183,7 +183,7 @@ _STREAMED_LAYERS = 3
 _LANES = 128
 
 
-class Held(NamedTuple):
+class HeldStack(NamedTuple):
     """Layers whose activations exist at one time."""
 
     stack: LayerStack
@@ -242,7 +242,7 @@ def estimate_memory(
 def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     """Return the fields about layers of a step that passes through all of them at once."""
     plan = sizes.plan
-    shares = [Held(stack, stack.num_calls) for stack in plan.model.stacks]
+    shares = [HeldStack(stack, stack.num_calls) for stack in plan.model.stacks]
     names = layers_on_host(plan.model, plan.execution)
     rows = [row for row in plan.table.trained_rows if row.path.split("/")[0] not in names]
     gradients = _gradients(sizes, rows, platform)
@@ -263,7 +263,9 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     execution, parts = plan.execution, ModelParts.of(plan.model)
     stages, chunks = execution.mesh.stage, execution.pipeline.chunks
     number = stages * chunks
-    group = [Held(stack, stack.num_layers / number, 1 / chunks) for stack in parts.staged.stacks]
+    group = [
+        HeldStack(stack, stack.num_layers / number, 1 / chunks) for stack in parts.staged.stacks
+    ]
     staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
     trained = [row for row in staged if not row.is_frozen]
     gradients = _gradients(sizes, plan.table.trained_rows, platform)
@@ -299,7 +301,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     }
 
 
-def _defer(sizes: Sizes, shares_of_stacks: Sequence[Held], platform: Platform) -> float:
+def _defer(sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platform) -> float:
     """Return what B leaves for W: inputs of products, and gradients of their results."""
     width, total = sizes.plan.model.embed_dim, 0.0
     # The fused experts of the XLA implementation, which CPUs use, are not split.
@@ -320,7 +322,9 @@ def _defer(sizes: Sizes, shares_of_stacks: Sequence[Held], platform: Platform) -
 
 def _outside(sizes: Sizes, scans: tuple[Scan, ...], platform: Platform) -> float:
     """Return the activations and the working set of layers that no stage has alone."""
-    shares_of_stacks = [Held(stack, stack.num_layers) for scan in scans for stack in scan.stacks]
+    shares_of_stacks = [
+        HeldStack(stack, stack.num_layers) for scan in scans for stack in scan.stacks
+    ]
     if not shares_of_stacks:
         return 0.0
     needed = _save(sizes, shares_of_stacks) + _masks(sizes, scans, platform)
@@ -351,7 +355,7 @@ def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) 
     return 4.0 * total
 
 
-def _save(sizes: Sizes, shares_of_stacks: Sequence[Held]) -> float:
+def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> float:
     plan = sizes.plan
     model, execution = plan.model, plan.execution
     token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
@@ -383,7 +387,7 @@ def _save(sizes: Sizes, shares_of_stacks: Sequence[Held]) -> float:
 
 def _of_held(
     plan: StepPlan,
-    shares_of_stacks: Sequence[Held],
+    shares_of_stacks: Sequence[HeldStack],
     values: Callable[[ParameterSpec], int],
     axis: str | None = None,
 ) -> float:
@@ -412,7 +416,7 @@ def _masks(sizes: Sizes, scans: Sequence[Scan], platform: Platform) -> float:
     return sizes.sequences * heads * plan.sequence_length**2 * _MASK_SHARE / parts
 
 
-def _largest_layer(sizes: Sizes, shares_of_stacks: Sequence[Held]) -> tuple[float, float]:
+def _largest_layer(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> tuple[float, float]:
     """Return the working set of the layer that needs most, without its experts and of them."""
     pairs = [
         (_layer(sizes, share.stack), _experts(sizes, share.stack)) for share in shares_of_stacks

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding import axes as ax
-from sharding.sbp import ArrayLayout, Change, changes
+from sharding.sbp import ArrayLayout, LayoutChange, changes
 
 LEGEND = (
     "layouts on each mesh axis: S(i) split along dimension i, B the same on every device, P terms\n"
@@ -44,7 +44,7 @@ class ParameterLayouts:
     """Layout of its gradient before it is reduced."""
     updated: ArrayLayout
     """Layout during the update."""
-    sent: tuple[tuple[Change, int], ...]
+    sent: tuple[tuple[LayoutChange, int], ...]
     """Changes in which something is sent, and how often in a step."""
 
 

@@ -58,7 +58,7 @@ _LINE_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class StartRecord:
     """Seconds that one start had spent when it reached a step."""
 
     start: int
@@ -109,7 +109,7 @@ class Ledger:
         for kind, value in self._spent.seconds.items():
             row = ROWS[kind]
             seconds[row] = seconds.get(row, 0.0) + value
-        record = Record(
+        record = StartRecord(
             start=self._start,
             began=round(self._began, 3),
             first_step=self._first_step,
@@ -168,7 +168,7 @@ class Goodput:
         }
 
 
-def read_ledger(path: str | os.PathLike[str]) -> list[Record]:
+def read_ledger(path: str | os.PathLike[str]) -> list[StartRecord]:
     """Return the records of a run in order; damaged lines are skipped.
 
     Args:
@@ -179,14 +179,14 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Record]:
     """
     path = pathlib.Path(path)
     lines = (fields for _, fields in read_lines(path)) if path.exists() else ()
-    return [Record(**fields) for fields in lines if _is_record(fields)]
+    return [StartRecord(**fields) for fields in lines if _is_record(fields)]
 
 
 def _is_record(fields: Mapping[str, Any]) -> bool:
-    """Return whether fields have the names and types of a `Record`."""
+    """Return whether fields have the names and types of a `StartRecord`."""
     seconds = fields.get("seconds")
     return (
-        fields.keys() == {field.name for field in dataclasses.fields(Record)}
+        fields.keys() == {field.name for field in dataclasses.fields(StartRecord)}
         and all(type(fields[name]) is int for name in ("start", "first_step", "step"))
         and type(fields["began"]) in (int, float)
         and type(fields["status"]) is str
@@ -195,13 +195,13 @@ def _is_record(fields: Mapping[str, Any]) -> bool:
     )
 
 
-def account(records: Iterable[Record]) -> Goodput:
+def account(records: Iterable[StartRecord]) -> Goodput:
     """Return the sums over all records of a run.
 
     Args:
         records: Records in order, from `read_ledger`.
     """
-    starts: dict[int, list[Record]] = {}
+    starts: dict[int, list[StartRecord]] = {}
     for record in records:
         starts.setdefault(record.start, []).append(record)
     totals: dict[str, float] = {}
@@ -209,7 +209,7 @@ def account(records: Iterable[Record]) -> Goodput:
     def add(row: str, value: float) -> None:
         totals[row] = totals.get(row, 0.0) + value
 
-    before: Record | None = None
+    before: StartRecord | None = None
     for start in starts.values():
         last = start[-1]
         if before is not None:
@@ -230,7 +230,7 @@ def account(records: Iterable[Record]) -> Goodput:
     )
 
 
-def _lost(starts: list[list[Record]]) -> tuple[dict[str, float], float]:
+def _lost(starts: list[list[StartRecord]]) -> tuple[dict[str, float], float]:
     """Return seconds by row, and steps, of the training that was repeated later.
 
     Goes through the records backwards with the lowest step from which anything later continued;

@@ -91,13 +91,13 @@ class Watchdog:
         self._is_new = True
         self._stop = threading.Event()
         self._ending = threading.Lock()
-        self._peers: _Peers | None = None
+        self._peers: _PeerPulses | None = None
         self._watch = threading.Thread(target=self._look, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self._watch.start()
         if jax.process_count() > 1:
-            self._peers = _Peers(self)
+            self._peers = _PeerPulses(self)
             self._peers.start()
         return self
 
@@ -231,7 +231,7 @@ class Watchdog:
         leave_at_once(code)
 
 
-class _Peers:
+class _PeerPulses:
     """Exchanges activities with the other processes."""
 
     def __init__(self, watchdog: Watchdog):

@@ -32,7 +32,7 @@ from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfi
 from jaxmoe.routing.gates import SoftmaxGateConfig as SoftmaxGateConfig
 from jaxmoe.routing.gates import SqrtGateConfig as SqrtGateConfig
 from jaxmoe.routing.methods import METHODS as METHODS
-from jaxmoe.routing.methods import Method as Method
+from jaxmoe.routing.methods import RoutingMethod as RoutingMethod
 from jaxmoe.routing.routers.assignment.base_layer import BaseLayerConfig as BaseLayerConfig
 from jaxmoe.routing.routers.assignment.selective_sinkhorn import (
     SelectiveSinkhornConfig as SelectiveSinkhornConfig,

@@ -27,7 +27,7 @@ from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Method:
+class RoutingMethod:
     """Routing of a MoE layer as published."""
 
     source: str
@@ -44,16 +44,16 @@ class Method:
         return {name: getattr(self, name) for name in names}
 
 
-class _Methods(MutableMapping[str, Method]):
+class _Methods(MutableMapping[str, RoutingMethod]):
     """Methods by name, each made when it is looked up, so that the others' files are not read."""
 
-    def __init__(self, rows: Mapping[str, Callable[[], Method]]):
+    def __init__(self, rows: Mapping[str, Callable[[], RoutingMethod]]):
         self._rows = dict(rows)
 
-    def __getitem__(self, name: str) -> Method:
+    def __getitem__(self, name: str) -> RoutingMethod:
         return self._rows[name]()
 
-    def __setitem__(self, name: str, method: Method) -> None:
+    def __setitem__(self, name: str, method: RoutingMethod) -> None:
         self._rows[name] = lambda: method
 
     def __delitem__(self, name: str) -> None:
@@ -66,19 +66,19 @@ class _Methods(MutableMapping[str, Method]):
         return len(self._rows)
 
 
-_ROWS: Final[dict[str, Callable[[], Method]]] = {
+_ROWS: Final[dict[str, Callable[[], RoutingMethod]]] = {
     # Balance losses.
-    "switch": lambda: Method(
+    "switch": lambda: RoutingMethod(
         "arXiv 2101.03961: top-1, probability as gate, input jitter",
         routing.SoftmaxTopKConfig(softmax="before", jitter=0.01),
         balancers=(routing.LoadBalanceConfig(coefficient=0.01, scope="micro_batch"),),
     ),
-    "mixtral": lambda: Method(
+    "mixtral": lambda: RoutingMethod(
         "arXiv 2401.04088, section 2.1",
         routing.SoftmaxTopKConfig(softmax="after"),
         balancers=(routing.LoadBalanceConfig(coefficient=0.02),),
     ),
-    "olmoe": lambda: Method(
+    "olmoe": lambda: RoutingMethod(
         "arXiv 2409.02060",
         routing.SoftmaxTopKConfig(softmax="before"),
         balancers=(
@@ -86,19 +86,19 @@ _ROWS: Final[dict[str, Callable[[], Method]]] = {
             routing.RouterZConfig(coefficient=0.001),
         ),
     ),
-    "qwen3": lambda: Method(
+    "qwen3": lambda: RoutingMethod(
         "arXiv 2505.09388, section 2: renormalized top-k, global-batch balance",
         routing.SoftmaxTopKConfig(softmax="before"),
         gate=routing.RenormalizedGateConfig(),
         balancers=(routing.LoadBalanceConfig(coefficient=0.001),),
     ),
-    "hyperp": lambda: Method(
+    "hyperp": lambda: RoutingMethod(
         "arXiv 2603.28743: SqrtGate, balance loss 0.1, no z-loss",
         routing.SoftmaxTopKConfig(softmax="after"),
         gate=routing.SqrtGateConfig(),
         balancers=(routing.LoadBalanceConfig(coefficient=0.1),),
     ),
-    "global_balance": lambda: Method(
+    "global_balance": lambda: RoutingMethod(
         "arXiv 2501.11873: balance over the global batch, weight 0.008",
         routing.SoftmaxTopKConfig(softmax="before"),
         balancers=(
@@ -106,42 +106,42 @@ _ROWS: Final[dict[str, Callable[[], Method]]] = {
             routing.RouterZConfig(coefficient=0.001),
         ),
     ),
-    "sequence_balance": lambda: Method(
+    "sequence_balance": lambda: RoutingMethod(
         "arXiv 2501.11873: the scope to which the global batch is compared",
         routing.SoftmaxTopKConfig(softmax="before"),
         balancers=(routing.LoadBalanceConfig(coefficient=0.01, scope="sequence"),),
     ),
-    "noisy_topk": lambda: Method(
+    "noisy_topk": lambda: RoutingMethod(
         "arXiv 1701.06538: learned noise, importance and load losses of weight 0.1",
         routing.NoisyTopKConfig(),
         balancers=(routing.ImportanceVariationConfig(), routing.LoadVariationConfig()),
     ),
-    "gshard": lambda: Method(
+    "gshard": lambda: RoutingMethod(
         "arXiv 2006.16668: top-2, the second dropped at random; capacity is set apart",
         routing.GShardConfig(),
         balancers=(routing.LoadBalanceConfig(coefficient=0.01),),
     ),
-    "x_moe": lambda: Method(
+    "x_moe": lambda: RoutingMethod(
         "arXiv 2204.09179: cosine of low-rank projections",
         routing.CosineTopKConfig(),
         balancers=(routing.LoadBalanceConfig(coefficient=0.01),),
     ),
-    "erc": lambda: Method(
+    "erc": lambda: RoutingMethod(
         "arXiv 2512.23447: expert-router coupling loss beside the balance loss",
         routing.SoftmaxTopKConfig(softmax="before"),
         balancers=(routing.LoadBalanceConfig(coefficient=0.01), routing.CouplingConfig()),
     ),
-    "sigma": lambda: Method(
+    "sigma": lambda: RoutingMethod(
         "arXiv 2512.16248: more experts in low layers until switch_step, set by the run",
         routing.ProgressiveTopKConfig(early_top_k=(2,), final_top_k=1, switch_step=100),
         balancers=(routing.LoadBalanceConfig(coefficient=0.01),),
     ),
-    "top_one_balance": lambda: Method(
+    "top_one_balance": lambda: RoutingMethod(
         "arXiv 2512.16248, discussion: its loss for one expert per token",
         routing.SoftmaxTopKConfig(softmax="before"),
         balancers=(routing.TopOneBalanceConfig(coefficient=0.01),),
     ),
-    "moe_plus_plus": lambda: Method(
+    "moe_plus_plus": lambda: RoutingMethod(
         "arXiv 2410.07348: experts without computation, gating residuals",
         routing.MoEPlusPlusConfig(),
         balancers=(routing.HeterogeneousBalanceConfig(),),
@@ -149,80 +149,80 @@ _ROWS: Final[dict[str, Callable[[], Method]]] = {
         zero_computation=ZeroComputationConfig(),
     ),
     # Selection biases.
-    "deepseek_v3": lambda: Method(
+    "deepseek_v3": lambda: RoutingMethod(
         "arXiv 2412.19437, section 2.1.2: sigmoid, loss-free bias, routed scaling 2.5",
         routing.SigmoidTopKConfig(bias=routing.LossFreeConfig(rate=1e-3)),
         gate=routing.RenormalizedGateConfig(scale=2.5),
         balancers=(routing.LoadBalanceConfig(coefficient=1e-4, scope="sequence"),),
     ),
-    "deepseek_v4": lambda: Method(
+    "deepseek_v4": lambda: RoutingMethod(
         "arXiv 2408.15664 with the score sqrt(softplus) of later open configurations",
         routing.SqrtSoftplusTopKConfig(bias=routing.LossFreeConfig(rate=1e-3)),
         gate=routing.RenormalizedGateConfig(),
     ),
-    "loss_free": lambda: Method(
+    "loss_free": lambda: RoutingMethod(
         "arXiv 2408.15664, algorithm 1",
         routing.SigmoidTopKConfig(bias=routing.LossFreeConfig(rate=1e-3)),
         gate=routing.RenormalizedGateConfig(),
     ),
-    "loss_free_rms": lambda: Method(
+    "loss_free_rms": lambda: RoutingMethod(
         "arXiv 2408.15664, with the error over its root mean square in place of its sign",
         routing.SigmoidTopKConfig(
             bias=routing.LossFreeConfig(rate=1e-3, rule="rms", is_zero_sum=True)
         ),
         gate=routing.RenormalizedGateConfig(),
     ),
-    "bip": lambda: Method(
+    "bip": lambda: RoutingMethod(
         "arXiv 2502.15451: prices of the current rows in training, the last in evaluation",
         routing.SoftmaxTopKConfig(bias=routing.BipConfig(form="batch")),
         gate=routing.RenormalizedGateConfig(),
     ),
-    "bip_online": lambda: Method(
+    "bip_online": lambda: RoutingMethod(
         "arXiv 2502.15451: prices of earlier tokens",
         routing.SoftmaxTopKConfig(bias=routing.BipConfig(form="online")),
         gate=routing.RenormalizedGateConfig(),
     ),
-    "quantile": lambda: Method(
+    "quantile": lambda: RoutingMethod(
         "arXiv 2502.15451 without its clips, by histogram, on the bias of the step before",
         routing.SigmoidTopKConfig(bias=routing.QuantileConfig()),
         gate=routing.RenormalizedGateConfig(),
     ),
     # Even assignments in training.
-    "base": lambda: Method(
+    "base": lambda: RoutingMethod(
         "arXiv 2103.16716: sigmoid gate, balanced assignment in training", routing.BaseLayerConfig()
     ),
-    "sinkhorn": lambda: Method(
+    "sinkhorn": lambda: RoutingMethod(
         "arXiv 2202.01169: choice by a plan in training, softmax over all as gate",
         routing.SinkhornConfig(),
     ),
-    "selective_sinkhorn": lambda: Method(
+    "selective_sinkhorn": lambda: RoutingMethod(
         "arXiv 2511.08972: a plan in few steps, its shares as gates",
         routing.SelectiveSinkhornConfig(),
     ),
     # Without a trained router.
-    "kmeans": lambda: Method(
+    "kmeans": lambda: RoutingMethod(
         "arXiv 2605.12476: centroids of past tokens, loss-free bias", routing.KMeansConfig()
     ),
-    "hash": lambda: Method(
+    "hash": lambda: RoutingMethod(
         "arXiv 2106.04426: experts fixed by token, a control", routing.HashConfig()
     ),
-    "random": lambda: Method(
+    "random": lambda: RoutingMethod(
         "arXiv 2110.04260: random experts, a control", routing.UniformRandomConfig()
     ),
-    "forced_balance": lambda: Method(
+    "forced_balance": lambda: RoutingMethod(
         "no paper: experts in turn, a control for benchmarks", routing.ForcedBalanceConfig()
     ),
     # Not causal: for masked diffusion.
-    "expert_choice": lambda: Method(
+    "expert_choice": lambda: RoutingMethod(
         "arXiv 2202.09368: each expert takes its best tokens",
         routing.ExpertChoiceConfig(weights="probability", preference="probability"),
     ),
-    "ec_dlm": lambda: Method(
+    "ec_dlm": lambda: RoutingMethod(
         "arXiv 2604.01622: more experts where fewer tokens are masked",
         routing.ExpertChoiceConfig(schedule="linear_reverse"),
         balancers=(routing.RouterZConfig(coefficient=0.001),),
     ),
-    "soft_moe": lambda: Method(
+    "soft_moe": lambda: RoutingMethod(
         "arXiv 2308.00951: experts read mixtures of tokens", routing.SoftMoEConfig()
     ),
 }

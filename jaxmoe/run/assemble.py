@@ -22,7 +22,7 @@ from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.planning.levels import level_packing
 from jaxmoe.run.config import PretrainConfig
-from jaxmoe.run.plan import Plan, check_mesh, make_plan
+from jaxmoe.run.plan import RunPlan, check_mesh, make_plan
 from jaxmoe.training.batch_ramp import accumulation_of
 from jaxmoe.training.feed import Feed, LevelFeed, LoaderFeed
 from jaxmoe.training.parts.update import Update
@@ -48,7 +48,7 @@ class Setting:
 class Assembly:
     """A plan on devices, with its data."""
 
-    plan: Plan
+    plan: RunPlan
     execution: ExecutionConfig
     """Execution with the mesh resolved."""
     mesh: Mesh
@@ -178,7 +178,7 @@ class Assembly:
         return (global_batch(batch, self.mesh) for batch in rows)
 
 
-def _with_tasks(plan: Plan, source: Source) -> Source:
+def _with_tasks(plan: RunPlan, source: Source) -> Source:
     """Return a source whose rows have the number of their part, if the adapter reads tasks.
 
     Args:
@@ -266,7 +266,7 @@ def assemble(
     return assembly
 
 
-def _find_uncalled(plan: Plan, execution: ExecutionConfig) -> frozenset[str]:
+def _find_uncalled(plan: RunPlan, execution: ExecutionConfig) -> frozenset[str]:
     """Return operations with kernels that no product of a run calls: comparing them takes a start
     on a GPU longer than compiling."""
     is_plain = (
@@ -297,7 +297,7 @@ def _source(config: PretrainConfig, data: SourceKind | None, *, needs_data: bool
     return source
 
 
-def _level_packing(plan: Plan, execution: ExecutionConfig, mesh: Mesh) -> LevelPacking:
+def _level_packing(plan: RunPlan, execution: ExecutionConfig, mesh: Mesh) -> LevelPacking:
     """Return the packing of the documents of a step by level."""
     training = plan.config.training
     chip = attached_chip(mesh.devices.flat[0])

@@ -305,12 +305,12 @@ def make_parts(
     parts: list[RunPart] = [
         pkgutil.resolve_name(address)(config, directory, supervision) for address in addresses
     ]
-    parts += [Request(name, config, directory, supervision, parts) for name in REQUESTS]
+    parts += [PartRequest(name, config, directory, supervision, parts) for name in REQUESTS]
     parts += [member.build(directory, supervision) for member in config.parts]
     return parts
 
 
-class Request(RunPart):
+class PartRequest(RunPart):
     """Adds a part to a run once a file in the run directory asks for it.
 
     Args:

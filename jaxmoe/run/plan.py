@@ -31,7 +31,7 @@ from sharding.mesh import MeshConfig, named_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Model, parameter table and optimiser of a configuration, without any device."""
 
     config: PretrainConfig
@@ -104,7 +104,7 @@ class Plan:
         return self.peak_rate((hidden or trained or self.table)[0])
 
 
-def make_plan(config: PretrainConfig) -> Plan:
+def make_plan(config: PretrainConfig) -> RunPlan:
     """Return model, parameter table and optimiser of a configuration; touches no device.
 
     Args:
@@ -120,7 +120,7 @@ def make_plan(config: PretrainConfig) -> Plan:
     if training.batch_ramp is not None:
         schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
     optimizer = config.replicas.adapt(config.optimizer, training.steps)
-    return Plan(
+    return RunPlan(
         config=config,
         model=parameterization.model,
         parameterization=parameterization,
@@ -165,7 +165,7 @@ def _parameterization(config: PretrainConfig) -> Parameterization:
     return config.parameterization.build(config.model, budget, config.base)
 
 
-def describe_rates(plan: Plan) -> str:
+def describe_rates(plan: RunPlan) -> str:
     """Return the peak rate of each role as text; empty if all have the rate of the optimiser."""
     peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
     for row in plan.table.trained_rows:
@@ -177,7 +177,7 @@ def describe_rates(plan: Plan) -> str:
     return f"{peak:g} at the base point, here {text}"
 
 
-def check_mesh(plan: Plan, execution: ExecutionConfig, *, trains: bool) -> None:
+def check_mesh(plan: RunPlan, execution: ExecutionConfig, *, trains: bool) -> None:
     """Raise ValueError if a mesh does not divide batches, arrays, layers or experts.
 
     Args:
@@ -229,7 +229,7 @@ def _check_batches(config: PretrainConfig, mesh_config: MeshConfig) -> None:
 
 
 def _check_experts(
-    plan: Plan, execution: ExecutionConfig, batch_shards: int, mesh: dict[str, int]
+    plan: RunPlan, execution: ExecutionConfig, batch_shards: int, mesh: dict[str, int]
 ) -> None:
     """Refuse experts that the dispatcher cannot spread, in training or held-out batches."""
     training, config, model = plan.config.training, plan.config, plan.model

@@ -30,7 +30,7 @@ from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.provenance.lineage import Source
+from jaxmoe.run.provenance.lineage import LineageSource
 from jaxmoe.run.provenance.warm_start import branched_state, initial_state
 from jaxmoe.training.state import TrainState
 from sharding.distributed import on_first, share
@@ -47,7 +47,7 @@ class Begun:
     state: TrainState
     origin: str | None
     """Description of the source of the state; None for a new state."""
-    source: Source | None = None
+    source: LineageSource | None = None
     """Checkpoint of another run that the state is from; None for others."""
     changes: tuple[str, ...] = ()
     """What was replaced in the state because it was lost, as text."""
@@ -165,7 +165,7 @@ class Search:
         return self.assembly.plan.config.checkpoint
 
     def begun(
-        self, step: int, state: TrainState, origin: str | None, source: Source | None = None
+        self, step: int, state: TrainState, origin: str | None, source: LineageSource | None = None
     ) -> Begun:
         """Return a state with the data that follow it."""
         assembly = dataclasses.replace(self.assembly, loader=self.lineage.loader)

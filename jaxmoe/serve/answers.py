@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.generation.text import Codec, added_text, certain_length, context_of, first_stop
+from jaxmoe.generation.text import TextCodec, added_text, certain_length, context_of, first_stop
 from jaxmoe.serve.requests import EndReason
 
 
@@ -83,7 +83,9 @@ class TextStream:
     Only the tokens since the last certain character are decoded again with each token.
     """
 
-    def __init__(self, codec: Codec | None, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
+    def __init__(
+        self, codec: TextCodec | None, stop: Sequence[str] = (), prompt: Sequence[int] = ()
+    ):
         """Begin an answer.
 
         Args:

@@ -15,7 +15,7 @@ from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.sizes import EngineSizesConfig
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Executor(Protocol):
         """Raise ValueError if the executor cannot compute a request."""
         ...
 
-    def run(self, step: Step) -> dict[int, Any]:
+    def run(self, step: EngineStep) -> dict[int, Any]:
         """Compute a step and return what it has drawn by request, as the instance takes it."""
         ...
 

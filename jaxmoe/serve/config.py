@@ -10,7 +10,7 @@ import dataclasses
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.policies.batching import Batching, BatchingConfig, SplitFuseConfig
-from jaxmoe.serve.policies.retention import LRUConfig, RetentionConfig
+from jaxmoe.serve.policies.retention import LRURetentionConfig, RetentionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class EngineConfig(InstancesConfig):
 
     batching: BatchingConfig = SplitFuseConfig()
     """What a step computes."""
-    retention: RetentionConfig = LRUConfig()
+    retention: RetentionConfig = LRURetentionConfig()
     """Which pages a request gets, and what becomes of those of a preempted one."""
     shares_prefixes: bool = True
     """Whether requests of one tenant share the pages of equal beginnings."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.plan import Eviction, Lane, Piece, Plan
+from jaxmoe.serve.plan import Eviction, Lane, Plan, PromptPiece
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
@@ -30,7 +30,7 @@ class Draft:
         self._admitted: list[int] = []
         self._restored: list[int] = []
         self._away = list[Sequence]()
-        self._lanes: dict[int, tuple[list[int], list[Piece]]] = {}
+        self._lanes: dict[int, tuple[list[int], list[PromptPiece]]] = {}
         self._restore()
 
     @property
@@ -114,7 +114,7 @@ class Draft:
             return 0
         if not self._grow(sequence, count):
             return 0
-        self._lanes.setdefault(lane, ([], []))[1].append(Piece(sequence.id, count, layers))
+        self._lanes.setdefault(lane, ([], []))[1].append(PromptPiece(sequence.id, count, layers))
         return count
 
     def admit(self, sequence: Sequence) -> bool:

@@ -24,17 +24,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from jaxmoe.generation.text import Codec
+from jaxmoe.generation.text import TextCodec
 from jaxmoe.serve.answers import Answer, TextStream
 from jaxmoe.serve.backend import Executor as Executor
 from jaxmoe.serve.config import EngineConfig as EngineConfig
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.members import Member, Members
+from jaxmoe.serve.members import FleetMember, Members
 from jaxmoe.serve.metrics import EngineMetrics, total
-from jaxmoe.serve.requests import End, Event, Objective, Request, Sampling
-from jaxmoe.serve.step import Step
-from jaxmoe.serve.streams import Stream
+from jaxmoe.serve.requests import End, Event, LatencyObjective, Request, Sampling
+from jaxmoe.serve.step import EngineStep
+from jaxmoe.serve.streams import AnswerStream
 
 _THREAD = "jaxmoe-engine"
 
@@ -47,7 +47,7 @@ class Engine:
         executor: Executor,
         config: InstancesConfig | None = None,
         *,
-        codec: Codec | None = None,
+        codec: TextCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Start the threads.
@@ -62,8 +62,8 @@ class Engine:
             ValueError: A policy needs what the executor lacks.
         """
         self.config, self._codec = config or EngineConfig(), codec
-        self._streams: dict[int, Stream] = {}
-        self._followers: dict[int, list[Stream]] = {}
+        self._streams: dict[int, AnswerStream] = {}
+        self._followers: dict[int, list[AnswerStream]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -127,15 +127,15 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
-        objective: Objective | None = None,
+        objective: LatencyObjective | None = None,
         adapter: str = "",
         salt: str = "",
         session: str = "",
         category: str = "",
         priority: int = 0,
-        after: Stream | None = None,
+        after: AnswerStream | None = None,
         on_event: Callable[[Answer], None] | None = None,
-    ) -> Stream:
+    ) -> AnswerStream:
         """Queue a request and return the stream of its events.
 
         Args:
@@ -172,7 +172,7 @@ class Engine:
         )
         self._members.all[0].executor.check(request)
         text = TextStream(self._codec, stop, request.prompt)
-        stream = Stream(request, text, on_event, self.cancel)
+        stream = AnswerStream(request, text, on_event, self.cancel)
         with self._lock:
             refusal = self._failure or (self._is_draining and "the engine is draining") or ""
             if not refusal:
@@ -185,7 +185,7 @@ class Engine:
 
     def submit_samples(
         self, prompt: Iterable[int], sampling: Sampling, number: int, **options: Any
-    ) -> list[Stream]:
+    ) -> list[AnswerStream]:
         """Queue several answers to one prompt, with the seeds seed, seed + 1, ...
 
         The prompt is computed once: the others begin with its full pages when they are there.
@@ -273,7 +273,7 @@ class Engine:
                 return
             wake = self._members.turn(self._note)
 
-    def _note(self, instance: Instance, step: Step) -> None:
+    def _note(self, instance: Instance, step: EngineStep) -> None:
         """Note what the requests of a step have found in the pool."""
         for work in step.works:
             self._streams[work.id].num_cached = instance.queues.sequences[work.id].cached
@@ -289,7 +289,7 @@ class Engine:
             while True:
                 self._inbox.get_nowait()()
 
-    def _publish(self, events: Iterable[Event], member: Member | None = None) -> None:
+    def _publish(self, events: Iterable[Event], member: FleetMember | None = None) -> None:
         for event in events:
             stream = self._streams.get(event.id)
             if stream is None:  # ended by its text, with the token before
@@ -303,7 +303,7 @@ class Engine:
                 self._publish(self._members.stop(event.id), member)
             self._release(event.id)
 
-    def _begin(self, stream: Stream, after: Stream | None) -> None:
+    def _begin(self, stream: AnswerStream, after: AnswerStream | None) -> None:
         if stream.id not in self._streams:  # cancelled
             return
         shares = self._members.all[0].instance.has_sharing
@@ -317,7 +317,7 @@ class Engine:
         for stream in self._followers.pop(id_, ()):
             self._begin(stream, None)
 
-    def _end(self, stream: Stream, end: End, member: Member | None = None) -> None:
+    def _end(self, stream: AnswerStream, end: End, member: FleetMember | None = None) -> None:
         del self._streams[stream.id]
         ending = stream.end(end)
         if member is not None:

@@ -21,7 +21,7 @@ def youngest(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, Evic
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class WorkPart:
     """Tokens of one sequence within a step, as the cost model sees them."""
 
     count: int
@@ -36,7 +36,9 @@ class Part:
 class CostModel(Protocol):
     """Says how long a step takes."""
 
-    def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
+    def seconds(
+        self, parts: Sequence[WorkPart], *, share: float = 1.0, nano_batches: int = 1
+    ) -> float:
         """Return the seconds of a step.
 
         Args:

@@ -25,14 +25,14 @@ from jaxmoe.serve.queues import Queues
 from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.rules import check
 from jaxmoe.serve.sequence import Sequence
-from jaxmoe.serve.step import Step, Swap, Work
+from jaxmoe.serve.step import EngineStep, Swap, Work
 from jaxmoe.serve.view import InstanceView
 
 
 class Instance:
     """Requests of one instance from submission to their end."""
 
-    step_type: ClassVar[type[Step]] = Step
+    step_type: ClassVar[type[EngineStep]] = EngineStep
     """What an executor gets."""
 
     def __init__(self, facts: Facts, policy: str = "policy", *, has_sharing: bool = True):
@@ -53,7 +53,7 @@ class Instance:
         """Tokens taken from the pool at admissions instead."""
         self.has_sharing = has_sharing
         """Whether requests share the pages of equal beginnings."""
-        self.flying: dict[int, Step] = {}
+        self.flying: dict[int, EngineStep] = {}
         """Steps that have started and not ended, by lane."""
         self.copies: list[tuple[int, int]] = []
         """Pages to copy with the next step."""
@@ -165,7 +165,7 @@ class Instance:
 
     def next_steps(
         self, policy: Callable[[InstanceView], Plan], now: float
-    ) -> tuple[Plan, tuple[Step, ...]]:
+    ) -> tuple[Plan, tuple[EngineStep, ...]]:
         """Start what a policy wants, if there is a request and room for a step.
 
         Args:
@@ -181,7 +181,7 @@ class Instance:
         plan = policy(view)
         return plan, self.start(plan, now)
 
-    def start(self, plan: Plan, now: float) -> tuple[Step, ...]:
+    def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
         """Check a plan, move sequences and take pages.
 
         Args:
@@ -211,7 +211,7 @@ class Instance:
         self.flying |= {step.number: step for step in steps}
         return tuple(steps)
 
-    def apply(self, step: Step, results: Mapping[int, Any], now: float) -> tuple[Event, ...]:
+    def apply(self, step: EngineStep, results: Mapping[int, Any], now: float) -> tuple[Event, ...]:
         """Take over what a step computed.
 
         Args:
@@ -347,7 +347,7 @@ class Instance:
                 raise AssertionError(f"{count} pages for sequence {sequence.id} are lacking")
             sequence.pages += pages
 
-    def _step(self, lane: Lane) -> Step:
+    def _step(self, lane: Lane) -> EngineStep:
         return self.step_type(
             singles=tuple(self._work(id_, 1, None) for id_ in lane.singles),
             pieces=tuple(self._work(piece.id, piece.count, piece.layers) for piece in lane.pieces),

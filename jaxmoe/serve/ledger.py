@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from jaxmoe.serve.blocks import BlockPool
 
 
-class Ledger:
+class PageLedger:
     """Free pages after some sequences were evicted, admitted and extended."""
 
     def __init__(self, pool: BlockPool):

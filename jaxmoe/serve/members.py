@@ -20,13 +20,13 @@ from jaxmoe.serve.metrics import EngineMetrics, Meter
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
 from jaxmoe.serve.requests import Event, Request, Token
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 
 _THREAD = "jaxmoe-engine-executor"
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
-class Member:
+class FleetMember:
     """One instance with what plans, executes and counts its steps."""
 
     number: int
@@ -42,7 +42,7 @@ class Member:
     """Numbers after the last step."""
 
     @classmethod
-    def of(cls, number: int, executor: Executor, config: InstancesConfig) -> Member:
+    def of(cls, number: int, executor: Executor, config: InstancesConfig) -> FleetMember:
         """Return an instance of an executor, without requests.
 
         Args:
@@ -62,7 +62,7 @@ class Member:
 
 Post = Callable[[Callable[[], object]], None]
 """Runs a function later in the thread of the engine."""
-Publish = Callable[[Iterable[Event], Member], None]
+Publish = Callable[[Iterable[Event], FleetMember], None]
 """Takes the events of an instance."""
 
 
@@ -94,7 +94,7 @@ class Members:
             ValueError: A policy needs what an executor lacks.
         """
         self.all = [
-            Member.of(number, executor, config) for number, executor in enumerate(executors)
+            FleetMember.of(number, executor, config) for number, executor in enumerate(executors)
         ]
         self.num_flying = 0
         """Calls of executors that have not ended."""
@@ -121,7 +121,7 @@ class Members:
         """End a request whose answer is whole; one that has ended is ignored."""
         return self.all[0].instance.stop(id_)
 
-    def turn(self, note: Callable[[Instance, Step], None]) -> float | None:
+    def turn(self, note: Callable[[Instance, EngineStep], None]) -> float | None:
         """Start what the policies want.
 
         Args:
@@ -133,7 +133,7 @@ class Members:
         wakes = (self._start(member, note) for member in self.all)
         return min((wake for wake in wakes if wake is not None), default=None)
 
-    def measure(self, *members: Member) -> None:
+    def measure(self, *members: FleetMember) -> None:
         """Renew the numbers of some instances, or of all."""
         for member in members or self.all:
             member.metrics = self._metrics(member)
@@ -143,10 +143,12 @@ class Members:
         for member in self.all:
             member.thread.shutdown()
 
-    def _metrics(self, member: Member) -> EngineMetrics:
+    def _metrics(self, member: FleetMember) -> EngineMetrics:
         return member.meter.metrics(member.instance, time.monotonic())
 
-    def _start(self, member: Member, note: Callable[[Instance, Step], None]) -> float | None:
+    def _start(
+        self, member: FleetMember, note: Callable[[Instance, EngineStep], None]
+    ) -> float | None:
         plan, steps = self._plan(member)
         for step in steps:
             note(member.instance, step)
@@ -160,12 +162,12 @@ class Members:
         waits += [] if plan.wake is None else [max(plan.wake - self._clock(), 0.0)]
         return min(waits, default=None)
 
-    def _plan(self, member: Member) -> tuple[Plan, tuple[Step, ...]]:
+    def _plan(self, member: FleetMember) -> tuple[Plan, tuple[EngineStep, ...]]:
         """Return what the policy of an instance wants, and the steps that start for it."""
         now = self._clock()
         return member.instance.next_steps(member.policy, now)
 
-    def _call(self, member: Member, function: Any, *arguments: Any, then: Any) -> None:
+    def _call(self, member: FleetMember, function: Any, *arguments: Any, then: Any) -> None:
         """Call a function of an executor in its thread, and then `then` with its future in ours."""
 
         def end(done: Future[Any]) -> None:
@@ -176,7 +178,7 @@ class Members:
         future = member.thread.submit(function, *arguments)
         future.add_done_callback(lambda done: self._post(lambda: end(done)))
 
-    def _finish(self, member: Member, step: Step) -> Callable[[Future[Any]], None]:
+    def _finish(self, member: FleetMember, step: EngineStep) -> Callable[[Future[Any]], None]:
         """Return what takes over a step; an error ends all streams of its instance."""
 
         def finish(done: Future[Any]) -> None:
@@ -192,13 +194,13 @@ class Members:
 
         return finish
 
-    def _apply(self, member: Member, step: Step, results: Any) -> tuple[Event, ...]:
+    def _apply(self, member: FleetMember, step: EngineStep, results: Any) -> tuple[Event, ...]:
         return member.instance.apply(step, results, self._clock())
 
-    def _fail(self, member: Member, message: str) -> None:
+    def _fail(self, member: FleetMember, message: str) -> None:
         """End all streams of an instance, which goes on with empty pages."""
         member.thread.submit(member.executor.reset).result()
         self._publish(self._ends(member, message), member)
 
-    def _ends(self, member: Member, message: str) -> tuple[Event, ...]:
+    def _ends(self, member: FleetMember, message: str) -> tuple[Event, ...]:
         return member.instance.fail(message)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import Codec, GenerationConfig, Sample, continue_texts
+from jaxmoe.generation.text import GenerationConfig, Sample, TextCodec, continue_texts
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.backend import Executor, backend_of
@@ -57,7 +57,7 @@ class WholeAnswer:
 def answer_all(
     executor: Executor,
     prompts: Iterable[Prompt],
-    codec: Codec | None = None,
+    codec: TextCodec | None = None,
     config: InstancesConfig | None = None,
 ) -> list[WholeAnswer]:
     """Return the answers to prompts of any lengths, computed together.
@@ -82,7 +82,7 @@ def answer_all(
 
 def continue_together(
     model: ModelConfig,
-    codec: Codec,
+    codec: TextCodec,
     params: Any,
     router_state: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],

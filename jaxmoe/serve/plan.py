@@ -23,7 +23,7 @@ class PlanError(JaxmoeError, RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """Part of a prompt to compute."""
 
     id: int
@@ -50,7 +50,7 @@ class Lane:
 
     singles: tuple[int, ...] = ()
     """Sequences that compute their last token and draw the next."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[PromptPiece, ...] = ()
     number: int = 0
     """Which of the device's partitions."""
 
@@ -78,7 +78,7 @@ class Plan:
     def of(
         cls,
         singles: Iterable[int],
-        pieces: Iterable[Piece] = (),
+        pieces: Iterable[PromptPiece] = (),
         *,
         admit: Iterable[int] = (),
         evict: Iterable[Eviction] = (),

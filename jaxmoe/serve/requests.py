@@ -52,7 +52,7 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Objective:
+class LatencyObjective:
     """Latency that a request is promised (a service-level objective)."""
 
     ttft: float = float("inf")
@@ -83,7 +83,7 @@ class Request:
     """Token ids; at least one."""
     sampling: Sampling = Sampling()
     """How the answer is drawn."""
-    objective: Objective | None = None
+    objective: LatencyObjective | None = None
     """Promised latency; None for none."""
     adapter: str = ""
     """Adapter that answers; empty for the base model."""

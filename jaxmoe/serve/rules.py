@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.plan import Lane, Piece, Plan, PlanError
+from jaxmoe.serve.plan import Lane, Plan, PlanError, PromptPiece
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
@@ -107,7 +107,7 @@ class _Check:
             detail = f"{len(lane.singles)} singles and pieces of {counts} fit none of {shapes}"
             self.require("shape", fits, detail)
 
-    def check_piece(self, piece: Piece) -> None:
+    def check_piece(self, piece: PromptPiece) -> None:
         num_left = self.count(piece.id)
         detail = f"{piece.count} tokens of sequence {piece.id}, which has {num_left} left"
         self.require("count", 1 <= piece.count <= num_left, detail)

@@ -11,7 +11,7 @@ from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.policies.batching import BatchingConfig, SplitFuseConfig
-from jaxmoe.serve.policies.retention import LRUConfig, RetentionConfig
+from jaxmoe.serve.policies.retention import LRURetentionConfig, RetentionConfig
 
 _LONGEST = 4096
 """Tokens of a request by default, where a model allows more."""
@@ -46,7 +46,7 @@ class EngineSizesConfig:
     for every token in a page."""
     batching: BatchingConfig = SplitFuseConfig()
     """What a step computes."""
-    retention: RetentionConfig = LRUConfig()
+    retention: RetentionConfig = LRURetentionConfig()
     """Which pages a request gets, and what becomes of those of a preempted one."""
     steps_per_token: float = 1.0
     """Steps of a masked-diffusion model for each token of an answer."""

@@ -58,7 +58,7 @@ class Swap:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class EngineStep:
     """One lane of a plan. An executor does `copies`, `out`, `back` and the work, in this order."""
 
     singles: tuple[Work, ...]

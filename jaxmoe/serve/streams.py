@@ -12,7 +12,7 @@ from jaxmoe.serve.answers import Answer, Ended, Generated, TextStream
 from jaxmoe.serve.requests import End, Request, Token
 
 
-class Stream:
+class AnswerStream:
     """Events of one request, to be read once: iterate, or pass `on_event` to `submit`."""
 
     def __init__(

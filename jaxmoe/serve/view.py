@@ -8,7 +8,7 @@ import dataclasses
 
 from jaxmoe.serve.blocks import BlockPool
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.ledger import Ledger
+from jaxmoe.serve.ledger import PageLedger
 from jaxmoe.serve.sequence import Sequence
 
 
@@ -43,9 +43,9 @@ class InstanceView:
         """Sequences with pages."""
         return len(self.running) + len(self.busy)
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> PageLedger:
         """Return a count of free pages to plan with."""
-        return Ledger(self.pool)
+        return PageLedger(self.pool)
 
     def hits(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the cached pages with which a waiting sequence would begin."""

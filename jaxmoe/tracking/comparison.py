@@ -58,7 +58,7 @@ class ComparedRun:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Axis:
+class _StepAxis:
     name: str
     label: str
     spell: Callable[[float], str]
@@ -89,10 +89,10 @@ def position_by_time(run: ComparedRun, steps: np.ndarray) -> np.ndarray | None:
 
 
 AXES = (
-    _Axis(name="step", label="step", spell=plain_number, position=position_by_step),
-    _Axis(name="tokens", label="tokens", spell=format_count, position=position_by_tokens),
-    _Axis(name="FLOPs", label="model FLOPs", spell=format_flops, position=position_by_flops),
-    _Axis(
+    _StepAxis(name="step", label="step", spell=plain_number, position=position_by_step),
+    _StepAxis(name="tokens", label="tokens", spell=format_count, position=position_by_tokens),
+    _StepAxis(name="FLOPs", label="model FLOPs", spell=format_flops, position=position_by_flops),
+    _StepAxis(
         name="time",
         label="training time (without compiling, evaluating and saving)",
         spell=format_duration,
@@ -256,7 +256,7 @@ def _switch(runs: Sequence[ComparedRun]) -> str:
     return f'<div class="switch">{"".join(buttons)}{"".join(views)}</div>'
 
 
-def _chart(runs: Sequence[ComparedRun], axis: _Axis) -> str:
+def _chart(runs: Sequence[ComparedRun], axis: _StepAxis) -> str:
     unit, metric = bits_unit(runs)
     lines, absent = [], []
     for color, run in enumerate(runs):

@@ -157,7 +157,7 @@ class LiveTracker(NullTracker):
             file=LastingStream(stream), force_terminal=True, width=width, highlight=False
         )
         self._clock, self._left = clock, TimeLeft(total_steps, clock)
-        self._view = View(total_steps=total_steps)
+        self._view = TerminalView(total_steps=total_steps)
         self._live: Any = None
         self._began = clock()
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -226,7 +226,7 @@ Span = tuple[str, str]
 
 
 @dataclasses.dataclass(kw_only=True)
-class View:
+class TerminalView:
     """Content of the live view as lines of styled text, independent of rich."""
 
     total_steps: int

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import Deferred
+from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.flash_attention import kernels, reference, xla
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.jax_versions import match_varying
@@ -36,7 +36,9 @@ _PACKAGE = "pallas_kernels.flash_attention"
 
 def _defer(module: str) -> kernels.Kernels:
     start = f"{_PACKAGE}.{module}:KERNELS"
-    return kernels.Kernels(Deferred(f"{start}.attend"), Deferred(f"{start}.differentiate"))
+    return kernels.Kernels(
+        DeferredProduct(f"{start}.attend"), DeferredProduct(f"{start}.differentiate")
+    )
 
 
 KERNELS: dict[Implementation, kernels.Kernels] = {
@@ -51,7 +53,7 @@ KERNELS: dict[Implementation, kernels.Kernels] = {
 # JAX derives the gradients of the reference; cuDNN's backward pass takes other arguments.
 _OTHERS: dict[Implementation, Callable[..., Any]] = {
     "reference": reference.flash_attention,
-    "cudnn": Deferred(f"{_PACKAGE}.cudnn:flash_attention"),
+    "cudnn": DeferredProduct(f"{_PACKAGE}.cudnn:flash_attention"),
 }
 
 OPERATION = Operation(
@@ -61,8 +63,8 @@ OPERATION = Operation(
         for name, one in KERNELS.items()
     },
     refusals={
-        "cudnn": Deferred(f"{_PACKAGE}.cudnn:reason_against_default"),
-        "pallas_gpu": Deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default"),
+        "cudnn": DeferredProduct(f"{_PACKAGE}.cudnn:reason_against_default"),
+        "pallas_gpu": DeferredProduct(f"{_PACKAGE}.gpu.kernels:reason_against_default"),
     },
 )
 

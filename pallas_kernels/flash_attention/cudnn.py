@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.gpu import kernels as pallas_gpu
 from pallas_kernels.flash_attention.kernels import (
+    AttentionOperands,
     Kernels,
-    Operands,
     OutGradient,
     softmax_delta,
 )
@@ -57,7 +57,7 @@ _PRODUCTS_BACKWARD = {
 }
 
 
-class _Result(NamedTuple):
+class _CudnnResult(NamedTuple):
     """A result [B N S H] of cuDNN in the memory order of [B S N H], or another in its own."""
 
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ def reason_against_default(*arguments: Any) -> str | None:
     capability = capability_or_none()
     if capability != (9, 0):
         return "it was measured faster than pallas_gpu on compute capability 9.0 only"
-    if len(arguments) != len(Operands._fields):
+    if len(arguments) != len(AttentionOperands._fields):
         return "it takes causal attention over whole sequences only, without segments"
     q, k, v, tokens, rules = arguments
     against = reason_against(capability, q, k, v, tokens, rules)
@@ -153,10 +153,10 @@ def flash_attention(
     Raises:
         ValueError: cuDNN does not compute this.
     """
-    return attend(Operands(q, k, v, tokens, rules))
+    return attend(AttentionOperands(q, k, v, tokens, rules))
 
 
-def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(operands: AttentionOperands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return out and lse.
 
     Args:
@@ -178,20 +178,20 @@ def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "
         _PRODUCTS,
         operands,
         (q, k, v),
-        (_Result((b, n, s, h), q.dtype), _Result((b, n, s), jnp.float32)),
+        (_CudnnResult((b, n, s, h), q.dtype), _CudnnResult((b, n, s), jnp.float32)),
     )
     return jnp.swapaxes(out, 1, 2), lse
 
 
 def _forward(q, k, v, tokens, rules):
     q, k, v, tokens = jax.tree.map(lambda x: x.value, (q, k, v, tokens))
-    out, lse = attend(Operands(q, k, v, tokens, rules))
+    out, lse = attend(AttentionOperands(q, k, v, tokens, rules))
     return (out, lse), (q, k, v, tokens, out, lse)
 
 
 def _backward(rules, residuals, gradients):
     q, k, v, tokens, out, lse = residuals
-    operands = Operands(q, k, v, tokens, rules)
+    operands = AttentionOperands(q, k, v, tokens, rules)
     d_out, d_lse = gradients
     if isinstance(d_out, jax.custom_derivatives.SymbolicZero):
         d_out = match_varying(jnp.zeros(out.shape, out.dtype), out)
@@ -207,7 +207,7 @@ flash_attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _differentiate(
-    operands: Operands,
+    operands: AttentionOperands,
     out: Float[Array, "B S N Hv"],
     lse: Float[Array, "B N S"],
     d_out: Float[Array, "B S N Hv"],
@@ -216,7 +216,7 @@ def _differentiate(
     q, k, v, *_ = operands
     residuals = q, k, v, lse, d_out, out
     results = [
-        _Result((b, heads, s, h), x.dtype) for x in (q, k, v) for b, s, heads, h in (x.shape,)
+        _CudnnResult((b, heads, s, h), x.dtype) for x in (q, k, v) for b, s, heads, h in (x.shape,)
     ]
     gradients = _call(
         "__cudnn$fmhaSoftmaxBackward", _PRODUCTS_BACKWARD, operands, residuals, results
@@ -227,13 +227,13 @@ def _differentiate(
 def _call(
     target: str,
     products: dict[str, Any],
-    operands: Operands,
+    operands: AttentionOperands,
     arrays: Sequence[Array],
-    results: Sequence[_Result],
+    results: Sequence[_CudnnResult],
 ) -> list[Array]:
     """Return the results of a custom call of XLA, without its workspace."""
     # XLA gives the workspace its size when it has cuDNN's plan.
-    results = [*results, _Result((0,), jnp.uint8)]
+    results = [*results, _CudnnResult((0,), jnp.uint8)]
     layouts = [(0, 2, 1, 3) if len(x.shape) == 4 else tuple(range(len(x.shape))) for x in results]
     call = jax.ffi.ffi_call(
         target,
@@ -246,7 +246,7 @@ def _call(
     return match_varying(call(*match_varying(tuple(arrays), *arrays))[:-1], *arrays)
 
 
-def _configuration(operands: Operands, products: dict[str, Any]) -> str:
+def _configuration(operands: AttentionOperands, products: dict[str, Any]) -> str:
     """Return XLA's description of the attention."""
     q, k, _, _, rules = operands
     (b, s, n, _), u = q.shape, k.shape[1]

@@ -26,7 +26,7 @@ from pallas_kernels.array_types import Array, Float, Float32
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Queries, keys and values of one call, and which queries see which keys."""
 
     q: Float[Array, "B S N H"]
@@ -49,9 +49,9 @@ class OutGradient(NamedTuple):
 class Kernels(NamedTuple):
     """The two passes of one implementation; hashable."""
 
-    attend: Callable[[Operands], tuple[Array, Array]]
+    attend: Callable[[AttentionOperands], tuple[Array, Array]]
     """Forward pass: to out in the dtype of q, and lse [B N S] f32."""
-    differentiate: Callable[[Operands, OutGradient], tuple[Array, Array, Array]]
+    differentiate: Callable[[AttentionOperands, OutGradient], tuple[Array, Array, Array]]
     """Backward pass: to d_q, d_k and d_v in float32."""
 
 
@@ -65,7 +65,7 @@ def flash_attention(
     kernels: Kernels,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return attention by one implementation, with its own gradient."""
-    return kernels.attend(Operands(q, k, v, tokens, rules))
+    return kernels.attend(AttentionOperands(q, k, v, tokens, rules))
 
 
 def softmax_delta(
@@ -76,7 +76,7 @@ def softmax_delta(
 
 
 def _forward(q, k, v, tokens, rules, kernels):
-    out, lse = kernels.attend(Operands(q, k, v, tokens, rules))
+    out, lse = kernels.attend(AttentionOperands(q, k, v, tokens, rules))
     return (out, lse), (q, k, v, tokens, out, lse)
 
 
@@ -85,7 +85,7 @@ def _backward(rules, kernels, residuals, gradients):
     d_out, d_lse = gradients
     # lse is a constant where a query sees no key.
     delta = softmax_delta(out, d_out) - jnp.where(jnp.isfinite(lse), d_lse, 0.0)
-    operands, gradient = Operands(q, k, v, tokens, rules), OutGradient(d_out, lse, delta)
+    operands, gradient = AttentionOperands(q, k, v, tokens, rules), OutGradient(d_out, lse, delta)
     gradients = kernels.differentiate(operands, gradient)
     return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
 

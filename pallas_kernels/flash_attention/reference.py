@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
 
 
@@ -39,7 +39,7 @@ def flash_attention(
     return out.astype(q.dtype), lse[..., 0]
 
 
-def differentiate(operands: Operands, gradient: OutGradient) -> tuple[Array, Array, Array]:
+def differentiate(operands: AttentionOperands, gradient: OutGradient) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`.
 
     out' = exp(logits - lse) v is pulled back from d_out through v, and from P (d_out v^T - delta)

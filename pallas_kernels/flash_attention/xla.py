@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, visible
 from pallas_kernels.jax_versions import match_varying
 
@@ -62,7 +62,7 @@ class _Keys(NamedTuple):
     segment_ids: Array | None
 
 
-class _Sizes(NamedTuple):
+class _XlaSizes(NamedTuple):
     b: int  # sequences
     s: int  # queries
     m: int  # key heads
@@ -71,7 +71,7 @@ class _Sizes(NamedTuple):
     block: int  # queries in a block
 
     @classmethod
-    def of(cls, q: Array, k: Array) -> "_Sizes":
+    def of(cls, q: Array, k: Array) -> "_XlaSizes":
         (b, s, n, _), m = q.shape, k.shape[2]
         blocks = -(-s // max(BLOCK, min(2 * BLOCK, s // TIERS)))
         return cls(b, s, m, n // m, blocks, -(-s // blocks))
@@ -92,7 +92,7 @@ class _Sizes(NamedTuple):
         return x[:, : self.s]
 
 
-def _tiers(sizes: _Sizes, num_keys: int, tokens: Tokens, rules: Rules) -> list[_Tier]:
+def _tiers(sizes: _XlaSizes, num_keys: int, tokens: Tokens, rules: Rules) -> list[_Tier]:
     counts_from_0 = tokens.q_positions is None and tokens.kv_positions is None
     if not counts_from_0 or (not rules.causal and rules.window is None):
         return [_Tier(slice(0, sizes.blocks), slice(0, num_keys))]
@@ -109,9 +109,9 @@ def _tiers(sizes: _Sizes, num_keys: int, tokens: Tokens, rules: Rules) -> list[_
     return tiers
 
 
-def _prepare(operands: Operands) -> tuple[_Sizes, list[_Tier], _Queries, _Keys]:
+def _prepare(operands: AttentionOperands) -> tuple[_XlaSizes, list[_Tier], _Queries, _Keys]:
     q, k, v, tokens, rules = operands
-    sizes, num_keys = _Sizes.of(q, k), k.shape[1]
+    sizes, num_keys = _XlaSizes.of(q, k), k.shape[1]
 
     def by_query(x: Array) -> Array:
         x = jnp.broadcast_to(x, (sizes.b, sizes.s))[:, :, None]
@@ -138,7 +138,7 @@ def _prepare(operands: Operands) -> tuple[_Sizes, list[_Tier], _Queries, _Keys]:
     return sizes, _tiers(sizes, num_keys, tokens, rules), queries, keys
 
 
-def _per_head(function: Callable[..., Any], sizes: _Sizes, keys: _Keys, *queries: Any) -> Any:
+def _per_head(function: Callable[..., Any], sizes: _XlaSizes, keys: _Keys, *queries: Any) -> Any:
     """Map function(keys, *queries) over the first dimension, a few key heads at a time."""
     heads = sizes.b * sizes.m
     fitting = MAX_SCORES // (sizes.g * sizes.block * keys.k.shape[1])
@@ -202,7 +202,7 @@ def _backward_block(
     return d_q, d_k, d_v
 
 
-def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(operands: AttentionOperands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
     sizes, tiers, queries, keys = _prepare(operands)
 
@@ -222,7 +222,7 @@ def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "
     return out, lse.swapaxes(1, 2)
 
 
-def differentiate(operands: Operands, gradient: OutGradient) -> tuple[Array, Array, Array]:
+def differentiate(operands: AttentionOperands, gradient: OutGradient) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     sizes, tiers, queries, keys = _prepare(operands)
     d_out, lse, delta = gradient

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import Deferred
+from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.grouped_matmul import products, reference, xla
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
@@ -50,7 +50,9 @@ _PACKAGE = "pallas_kernels.grouped_matmul"
 
 def _defer(module: str) -> products.Products:
     start = f"{_PACKAGE}.{module}:PRODUCTS"
-    return products.Products(Deferred(f"{start}.multiply"), Deferred(f"{start}.contract"))
+    return products.Products(
+        DeferredProduct(f"{start}.multiply"), DeferredProduct(f"{start}.contract")
+    )
 
 
 PRODUCTS: dict[Implementation, products.Products] = {
@@ -61,7 +63,7 @@ PRODUCTS: dict[Implementation, products.Products] = {
 """The two products of every implementation except the reference."""
 
 _REFUSALS: dict[Implementation, Callable[..., str | None]] = {
-    "pallas_gpu": Deferred(f"{_PACKAGE}.gpu.kernels:reason_against_default")
+    "pallas_gpu": DeferredProduct(f"{_PACKAGE}.gpu.kernels:reason_against_default")
 }
 
 OPERATION = Operation(

@@ -99,7 +99,7 @@ def lay_out(num_rows: int, group_sizes: Int[Array, " G"]) -> Layout:
     )
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Consecutive rows of one group."""
 
     start: Int[Array, ""]
@@ -150,7 +150,7 @@ def over_blocks(layout: Layout, body: Callable[..., Any], carry: Any) -> Any:
             new = done[group] + (i - ends[group] + counts[group]) * block
             first = jnp.minimum(new, layout.sizes[group] - block)
             start = layout.starts[group] + first
-            return body(carry, group, Block(start, block, new - first))
+            return body(carry, group, RowBlock(start, block, new - first))
 
         carry = jax.lax.fori_loop(0, ends[-1], step, carry)
         done = jnp.minimum(done + counts * block, layout.sizes)

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.layout import (
-    Block,
     Layout,
+    RowBlock,
     add_to_matrix,
     lay_out,
     matrix_of,
@@ -49,7 +49,7 @@ def _product(rows: Array, weights: Array, layout: Layout, turned: bool, out_dtyp
         out = jnp.einsum(equation, blocks, matrices, preferred_element_type=jnp.float32)
         return out.astype(out_dtype)
 
-    def add_block(out: Array, group: Array, block: Block) -> Array:
+    def add_block(out: Array, group: Array, block: RowBlock) -> Array:
         product = multiply(block.of(rows)[None], matrix_of(weights, group))[0]
         return block.put(out, product)
 
@@ -63,7 +63,7 @@ def _weight_gradient(rows: Array, d_out: Array, layout: Layout) -> Array:
             return _contract_integers(rows, d_out)
         return jnp.einsum("crk,crn->ckn", rows, d_out, preferred_element_type=jnp.float32)
 
-    def add_block(total: Array, group: Array, block: Block) -> Array:
+    def add_block(total: Array, group: Array, block: RowBlock) -> Array:
         part = contract(block.of(rows)[None], block.new_of(d_out)[None])
         return add_to_matrix(total, group, part)
 
@@ -102,7 +102,7 @@ def _quantized_product(
             return times_transposed(block, matrix, out_dtype)
         return quantized_matmul(block, matrix, out_dtype)
 
-    def add_block(out: Array, group: Array, block: Block) -> Array:
+    def add_block(out: Array, group: Array, block: RowBlock) -> Array:
         matrix = jax.tree.map(lambda leaf: matrix_of(leaf, group)[0], weights)
         return block.put(out, multiply((jax.tree.map(block.of, rows), matrix)))
 

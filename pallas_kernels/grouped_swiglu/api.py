@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import Deferred
+from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.grouped_matmul.api import sizes_within
 from pallas_kernels.grouped_swiglu import reference, xla
 from pallas_kernels.jax_versions import match_varying
@@ -37,11 +37,13 @@ OPERATION = Operation(
     implementations={
         "reference": reference.grouped_swiglu,
         "xla": xla.grouped_swiglu,
-        "pallas_tpu": Deferred("pallas_kernels.grouped_swiglu.tpu:grouped_swiglu"),
-        "pallas_gpu": Deferred("pallas_kernels.grouped_swiglu.gpu:grouped_swiglu"),
+        "pallas_tpu": DeferredProduct("pallas_kernels.grouped_swiglu.tpu:grouped_swiglu"),
+        "pallas_gpu": DeferredProduct("pallas_kernels.grouped_swiglu.gpu:grouped_swiglu"),
     },
     refusals={
-        "pallas_gpu": Deferred("pallas_kernels.grouped_matmul.gpu.kernels:reason_against_default")
+        "pallas_gpu": DeferredProduct(
+            "pallas_kernels.grouped_matmul.gpu.kernels:reason_against_default"
+        )
     },
 )
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.layout import (
-    Block,
+    RowBlock,
     add_to_matrix,
     lay_out,
     matrix_of,
@@ -100,7 +100,7 @@ def _forward(rows, gate_up, down, group_sizes):
     def project(x: Array, matrices: Array) -> Array:
         return _dot("crk,ckz->crz", x, matrices).astype(rows.dtype)
 
-    def add_block(out: Array, group: Array, block: Block) -> Array:
+    def add_block(out: Array, group: Array, block: RowBlock) -> Array:
         z = project(block.of(rows)[None], matrix_of(w_in, group))
         return block.put(out, project(_activate(z), matrix_of(down, group))[0])
 
@@ -113,7 +113,7 @@ def _backward(residuals, d_out):
     rows, z, gate_up, down, group_sizes = residuals
     layout, w_in = lay_out(rows.shape[0], group_sizes), _flat(gate_up)
 
-    def add_block(sums: tuple[Array, ...], group: Array, block: Block) -> tuple[Array, ...]:
+    def add_block(sums: tuple[Array, ...], group: Array, block: RowBlock) -> tuple[Array, ...]:
         block_rows, matrices = (
             block.of(rows)[None],
             (matrix_of(w_in, group), matrix_of(down, group)),

@@ -69,7 +69,7 @@ def project(
         [*tokens, *outputs].
     """
 
-    products = _Products(
+    products = _HaloProducts(
         forward=partial(_dense, implementation=implementation),
         into_activations=partial(_into_tokens, halo=halo, implementation=implementation),
         into_weight=partial(_dense, implementation=implementation),
@@ -100,7 +100,7 @@ def project_groups(
     Returns:
         [R, *outputs]; 0 past the last group.
     """
-    products = _Products(
+    products = _HaloProducts(
         forward=partial(_by_group, implementation=implementation),
         into_activations=partial(_into_rows, halo=halo, implementation=implementation),
         into_weight=partial(_outer_by_group, implementation=implementation),
@@ -111,7 +111,7 @@ def project_groups(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Products:
+class _HaloProducts:
     """The three products; each also takes the group sizes, or None."""
 
     forward: Callable[..., Array]
@@ -128,7 +128,7 @@ def _multiply(
     sizes: Array | None,
     halo: Halo,
     dtype: Any,
-    products: _Products,
+    products: _HaloProducts,
 ) -> Array:
     """Return x times the weight; its gradients are the other two products."""
     block, dtypes = weight.block, (x.dtype, weight.carrier.dtype)

@@ -30,10 +30,16 @@ import jax
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import Deferred
+from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.paged_attention import reference, xla
-from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables, check_arguments, rules_of
+from pallas_kernels.paged_attention.arguments import (
+    PagedRules,
+    Pool,
+    Tables,
+    check_arguments,
+    rules_of,
+)
 
 _GPU, _TPU = "pallas_kernels.paged_attention.gpu", "pallas_kernels.paged_attention.tpu"
 
@@ -42,12 +48,12 @@ OPERATION = Operation(
     implementations={
         "reference": reference.paged_attention,
         "xla": xla.paged_attention,
-        "pallas_tpu": Deferred(f"{_TPU}:paged_attention"),
-        "pallas_gpu": Deferred(f"{_GPU}:paged_attention"),
+        "pallas_tpu": DeferredProduct(f"{_TPU}:paged_attention"),
+        "pallas_gpu": DeferredProduct(f"{_GPU}:paged_attention"),
     },
     refusals={
-        "pallas_tpu": Deferred(f"{_TPU}:reason_against"),
-        "pallas_gpu": Deferred(f"{_GPU}:reason_against_default"),
+        "pallas_tpu": DeferredProduct(f"{_TPU}:reason_against"),
+        "pallas_gpu": DeferredProduct(f"{_GPU}:reason_against_default"),
     },
 )
 
@@ -105,7 +111,7 @@ def _without_gradient(
     layer: Array,
     tables: Tables,
     positions: Array,
-    rules: Rules,
+    rules: PagedRules,
     attend: Callable[..., Array],
 ) -> Array:
     return attend(q, pool, layer, tables, positions, rules)

@@ -25,7 +25,7 @@ class Tables(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class PagedRules:
     """Static part of a call; hashable."""
 
     window: int | None
@@ -41,7 +41,7 @@ def rules_of(
     softcap: float | None,
     scale: float | None,
     implementation: Implementation | None,
-) -> Rules:
+) -> PagedRules:
     """Return the rules of a call.
 
     Args:
@@ -62,7 +62,7 @@ def rules_of(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"paged_attention: softcap={softcap} must be above 0, or None for no cap.")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return Rules(window=window, softcap=softcap, scale=factor, asked=implementation)
+    return PagedRules(window=window, softcap=softcap, scale=factor, asked=implementation)
 
 
 def check_arguments(q: Array, pool: Pool, tables: Tables, positions: Array) -> None:

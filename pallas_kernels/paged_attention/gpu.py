@@ -30,7 +30,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.gpu.choice import reason_against_this_gpu
 from pallas_kernels.gpu.triton_parts import capped_logits, dot
 from pallas_kernels.jax_versions import shape_varying_like
-from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables
+from pallas_kernels.paged_attention.arguments import PagedRules, Pool, Tables
 from pallas_kernels.quantized_array import QuantizedArray
 
 WIDEST = 256
@@ -41,7 +41,7 @@ _PROGRAMS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Tiles:
+class _PagedTiles:
     """Rows of the tile of queries, and of each tile of keys; and how Triton compiles them."""
 
     queries: int
@@ -50,7 +50,7 @@ class _Tiles:
     stages: int = 2
 
 
-def _tiles(rows: int, width: int, itemsize: int) -> _Tiles:
+def _tiles(rows: int, width: int, itemsize: int) -> _PagedTiles:
     """Return tiles that fit the 99 KiB of the smaller GPUs.
 
     Args:
@@ -62,11 +62,11 @@ def _tiles(rows: int, width: int, itemsize: int) -> _Tiles:
     # Exact float32 products use no tensor core and are unrolled: only small tiles compile.
     most = 16 if itemsize == 4 else 64 if bytes_of_row <= 256 else 32
     keys = 64 if bytes_of_row <= 256 else 32 if bytes_of_row <= 512 else 16
-    return _Tiles(queries=min(max(pl.next_power_of_2(rows), 16), most), keys=keys)
+    return _PagedTiles(queries=min(max(pl.next_power_of_2(rows), 16), most), keys=keys)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Sizes:
+class _PagedSizes:
     """Sizes of a call, and how it is cut."""
 
     rows: int
@@ -89,7 +89,7 @@ class _Sizes:
     """Parts of a head with a scale of their own; 1 where there are no scales."""
     splits: int
     """Shares of the keys."""
-    tiles: _Tiles
+    tiles: _PagedTiles
 
     @property
     def slots(self) -> int:
@@ -140,7 +140,7 @@ def paged_attention(
     layer: Int[Array, ""],
     tables: Tables,
     positions: Int[Array, " T"],
-    rules: Rules,
+    rules: PagedRules,
     *,
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
@@ -172,14 +172,14 @@ def paged_attention(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _sizes(q: Array, pool: Any, table: Array) -> _Sizes:
+def _sizes(q: Array, pool: Any, table: Array) -> _PagedSizes:
     (rows, width), group = table.shape, q.shape[1] // pool.shape[3]
     length, page = q.shape[0] // rows, pool.shape[2]
     tiles = _tiles(length * group, q.shape[2], q.dtype.itemsize)
     programs = rows * pool.shape[3] * pl.cdiv(length * group, tiles.queries)
     # A power of two, of which each has a tile of keys at least when the table is full.
     most = min(pl.cdiv(_PROGRAMS, programs), pl.cdiv(width * page, tiles.keys))
-    return _Sizes(
+    return _PagedSizes(
         rows=rows,
         length=length,
         heads=q.shape[1],
@@ -194,7 +194,7 @@ def _sizes(q: Array, pool: Any, table: Array) -> _Sizes:
     )
 
 
-def _own_queries(sizes: _Sizes) -> tuple[Array, Array, Array]:
+def _own_queries(sizes: _PagedSizes) -> tuple[Array, Array, Array]:
     """Return the tokens and heads of the rows of a program's tile, and which of them there are."""
     block = pl.program_id(2) // sizes.splits if sizes.splits > 1 else pl.program_id(2)
     row = block * sizes.tiles.queries + jnp.arange(sizes.tiles.queries, dtype=jnp.int32)
@@ -203,7 +203,7 @@ def _own_queries(sizes: _Sizes) -> tuple[Array, Array, Array]:
     return token, head, row < sizes.length * sizes.group
 
 
-def _own_blocks(positions: Array, rules: Rules, sizes: _Sizes) -> tuple[Array, ...]:
+def _own_blocks(positions: Array, rules: PagedRules, sizes: _PagedSizes) -> tuple[Array, ...]:
     """Return a program's first tile of keys, and last + 1; and the keys that a query sees."""
     keys, splits = jnp.int32(sizes.tiles.keys), jnp.int32(sizes.splits)
     end = jnp.minimum(jnp.max(positions) + 1, sizes.slots)
@@ -320,7 +320,7 @@ def _attend(
     layer: Array,
     table: Array,
     positions: Array,
-    rules: Rules,
+    rules: PagedRules,
     interpret: bool,
 ) -> Array:
     """Return attention of sequences with equally many queries."""

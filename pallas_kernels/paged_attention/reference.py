@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables
+from pallas_kernels.paged_attention.arguments import PagedRules, Pool, Tables
 from pallas_kernels.quantized_array import QuantizedArray, dequantize
 
 
@@ -19,7 +19,7 @@ def paged_attention(
     layer: Int[Array, ""],
     tables: Tables,
     positions: Int[Array, " T"],
-    rules: Rules,
+    rules: PagedRules,
 ) -> Float[Array, "T N H"]:
     """Return what `pallas_kernels.paged_attention` returns."""
     count = tables.singles.shape[0]
@@ -32,7 +32,7 @@ def paged_attention(
 
 
 def _part(
-    q: Array, pool: Pool, layer: Array, table: Array, positions: Array, rules: Rules
+    q: Array, pool: Pool, layer: Array, table: Array, positions: Array, rules: PagedRules
 ) -> Array:
     rows, (heads, width) = table.shape[0], q.shape[1:]
     pages = jax.tree.map(lambda array: array[layer, table], pool)  # [B W G M 2 H]

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
-from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables, num_queries
+from pallas_kernels.paged_attention.arguments import PagedRules, Pool, Tables, num_queries
 from pallas_kernels.quantized_array import QuantizedArray
 
 _KEYS_AT_ONCE, _QUERIES_AT_ONCE = 512, 32
@@ -43,7 +43,7 @@ def paged_attention(
     layer: Int[Array, ""],
     tables: Tables,
     positions: Int[Array, " T"],
-    rules: Rules,
+    rules: PagedRules,
 ) -> Float[Array, "T N H"]:
     """Return attention; the rest of a piece that is not full computes numbers that are not read.
 

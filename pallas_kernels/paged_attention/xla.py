@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.paged_attention.arguments import Pool, Rules, Tables
+from pallas_kernels.paged_attention.arguments import PagedRules, Pool, Tables
 from pallas_kernels.quantized_array import QuantizedArray, dequantize
 
 
@@ -20,7 +20,7 @@ def attend_gathered(
     layer: Int[Array, ""],
     tables: Tables,
     positions: Int[Array, " T"],
-    rules: Rules,
+    rules: PagedRules,
     split: Callable[[Array], tuple[Array, Array]],
 ) -> Float[Array, "T N Hv"]:
     """Gather the pages of each sequence, and attend to them as to a row.
@@ -76,7 +76,7 @@ def paged_attention(
     layer: Int[Array, ""],
     tables: Tables,
     positions: Int[Array, " T"],
-    rules: Rules,
+    rules: PagedRules,
 ) -> Float[Array, "T N H"]:
     """Return what `pallas_kernels.paged_attention` returns."""
 

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import Deferred
+from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
@@ -53,11 +53,13 @@ _TPU = "pallas_kernels.quantized_matmul.tpu.kernels"
 
 MULTIPLY: dict[Implementation, Multiply] = {
     "xla": xla.quantized_matmul,
-    "pallas_gpu": Deferred(f"{_GPU}:quantized_matmul"),
+    "pallas_gpu": DeferredProduct(f"{_GPU}:quantized_matmul"),
 }
 """The product of every implementation except the reference."""
 
-MULTIPLY_MIXED: dict[Implementation, Multiply] = {"pallas_tpu": Deferred(f"{_TPU}:multiply_mixed")}
+MULTIPLY_MIXED: dict[Implementation, Multiply] = {
+    "pallas_tpu": DeferredProduct(f"{_TPU}:multiply_mixed")
+}
 """Products with a MixedArray that differ from the product with its 4-bit weights."""
 
 
@@ -95,9 +97,9 @@ OPERATION = Operation(
             for name, multiply in MULTIPLY.items()
         },
         # Has its own kernel for the gradient.
-        "pallas_tpu": Deferred(f"{_TPU}:quantized_matmul"),
+        "pallas_tpu": DeferredProduct(f"{_TPU}:quantized_matmul"),
     },
-    refusals={"pallas_gpu": Deferred(f"{_GPU}:reason_against_default")},
+    refusals={"pallas_gpu": DeferredProduct(f"{_GPU}:reason_against_default")},
 )
 
 

@@ -14,7 +14,7 @@ import jax
 from pallas_kernels.array_types import Array, Float
 
 
-class Held(NamedTuple):
+class RingInputs(NamedTuple):
     """Arrays of one rank; a pytree."""
 
     q: Float[Array, "B S N H"]
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     """Pytree of positions and segments, as the kind of ring has them."""
 
 
-class Passes(NamedTuple):
+class RingPasses(NamedTuple):
     """The two passes of one kind of ring; hashable."""
 
     attend: Callable[..., tuple[Array, Array]]
@@ -34,7 +34,7 @@ class Passes(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def attend(inputs: Held, ring: Any, passes: Passes) -> Float[Array, "B S N Hv"]:
+def attend(inputs: RingInputs, ring: Any, passes: RingPasses) -> Float[Array, "B S N Hv"]:
     """Return attention of this rank's queries to the keys of all ranks.
 
     Args:
@@ -54,7 +54,7 @@ def _backward(ring, passes, residuals, d_out):
     inputs, *_ = residuals
     gradients = passes.differentiate(*residuals, d_out, ring)
     d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(gradients, inputs[:3], strict=True))
-    return (Held(d_q, d_k, d_v, None),)
+    return (RingInputs(d_q, d_k, d_v, None),)
 
 
 attend.defvjp(_forward, _backward)

@@ -24,19 +24,19 @@ from pallas_kernels.array_types import Array, Bool, Shaped
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 
 
-class Halves(NamedTuple):
+class HalfBlocks(NamedTuple):
     """Low and high half of an array of a rank."""
 
     low: Array
     high: Array
 
 
-def halves(x: Array) -> Halves:
+def halves(x: Array) -> HalfBlocks:
     """Split an array [B S ...] with an even number of positions."""
-    return Halves(*jnp.split(x, 2, axis=1))
+    return HalfBlocks(*jnp.split(x, 2, axis=1))
 
 
-def stack_queries(x: Halves, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:
+def stack_queries(x: HalfBlocks, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:
     """Return the query halves of blocks A and B, stacked to [2B ...].
 
     Args:
@@ -46,7 +46,7 @@ def stack_queries(x: Halves, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."
     return jnp.concatenate([x.high, jnp.where(is_earlier, x.high, x.low)])
 
 
-def stack_keys(x: Halves, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:
+def stack_keys(x: HalfBlocks, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:
     """Return the key halves of blocks A and B, stacked to [2B ...].
 
     Args:
@@ -56,16 +56,16 @@ def stack_keys(x: Halves, is_earlier: Bool[Array, ""]) -> Shaped[Array, "..."]:
     return jnp.concatenate([x.low, jnp.where(is_earlier, x.high, x.low)])
 
 
-def sum_queries(stacked: Array, is_earlier: Bool[Array, ""]) -> Halves:
+def sum_queries(stacked: Array, is_earlier: Bool[Array, ""]) -> HalfBlocks:
     """Return the sums of both blocks by half of the queries; the transpose of `stack_queries`."""
     a, b = jnp.split(stacked, 2)
-    return Halves(_only(~is_earlier, b), a + _only(is_earlier, b))
+    return HalfBlocks(_only(~is_earlier, b), a + _only(is_earlier, b))
 
 
-def sum_keys(stacked: Array, is_earlier: Bool[Array, ""]) -> Halves:
+def sum_keys(stacked: Array, is_earlier: Bool[Array, ""]) -> HalfBlocks:
     """Return the sums of both blocks by half of the keys; the transpose of `stack_keys`."""
     a, b = jnp.split(stacked, 2)
-    return Halves(a + _only(~is_earlier, b), _only(is_earlier, b))
+    return HalfBlocks(a + _only(~is_earlier, b), _only(is_earlier, b))
 
 
 def merge_queries(

@@ -26,7 +26,7 @@ from pallas_kernels.array_types import Array
 from pallas_kernels.backend import platform
 from pallas_kernels.flash_attention.api import KERNELS
 from pallas_kernels.flash_attention.api import OPERATION as FLASH_ATTENTION
-from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels, OutGradient
 from pallas_kernels.ring.online_softmax import SoftmaxState
 from pallas_kernels.ring.parcel import Parcel
 from pallas_kernels.ring.remote_dma import blocks as remote_dma
@@ -48,7 +48,7 @@ class Links(NamedTuple):
 
 
 def attend_and_send(
-    operands: Operands,
+    operands: AttentionOperands,
     parcels: Sequence[Parcel],
     links: Links,
 ) -> tuple[SoftmaxState, tuple[Array, ...]]:
@@ -69,7 +69,7 @@ def attend_and_send(
 
 
 def differentiate_and_send(
-    operands: Operands,
+    operands: AttentionOperands,
     gradient: OutGradient,
     parcels: Sequence[Parcel],
     links: Links,

@@ -33,18 +33,18 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
-from pallas_kernels.ring.gradient import Held, Passes, attend
+from pallas_kernels.ring.gradient import RingInputs, RingPasses, attend
 from pallas_kernels.ring.step import AxisName, Transport
 from pallas_kernels.ring_attention import backward, forward
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.ring_attention.schedule import Form, make_schedule
-from pallas_kernels.ring_attention.shards import Ids, Ring
+from pallas_kernels.ring_attention.shards import Ids, KeyRing
 from pallas_kernels.sequence_layout import SequenceLayout
 
 Directions = Literal["one", "both"]
 
 NAME = "ring_attention"
-PASSES = Passes(forward.attend, backward.differentiate)
+PASSES = RingPasses(forward.attend, backward.differentiate)
 
 
 def ring_attention(
@@ -107,7 +107,7 @@ def ring_attention(
     checks.check_choice(NAME, "directions", directions, typing.get_args(Directions))
     form, reach = _form(call.ranks, q.shape[1], layout, causal, window, positions is not None)
     checks.check_directions(NAME, directions, k.shape[2], form)
-    ring = Ring(
+    ring = KeyRing(
         schedule=make_schedule(call.ranks, form, directions=directions, reach=reach),
         rules=call.rules,
         is_by_position=positions is not None or window is not None,
@@ -116,7 +116,7 @@ def ring_attention(
     operands = (q, k, v, positions, segment_ids, jax.lax.axis_index(axis_name))
     q, k, v = match_varying((q, k, v), operands)
     ids = _ids(positions, segment_ids, ring, layout, (q.shape[0], q.shape[1]))
-    return attend(Held(q, k, v, match_varying(ids, operands)), ring, PASSES)
+    return attend(RingInputs(q, k, v, match_varying(ids, operands)), ring, PASSES)
 
 
 def _form(
@@ -135,7 +135,7 @@ def _form(
 def _ids(
     positions: Array | None,
     segment_ids: Array | None,
-    ring: Ring,
+    ring: KeyRing,
     layout: SequenceLayout,
     shape: tuple[int, int],
 ) -> Ids:

@@ -19,17 +19,17 @@ from typing import Any
 import jax
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
-from pallas_kernels.ring.gradient import Held
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
+from pallas_kernels.ring.gradient import RingInputs
 from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring, fits
 from pallas_kernels.ring.step import Parcel, differentiate_and_send, send
 from pallas_kernels.ring_attention import shards
 from pallas_kernels.ring_attention.rotate import rotate_keys
-from pallas_kernels.ring_attention.shards import Cut, Ring
+from pallas_kernels.ring_attention.shards import Cut, KeyRing
 
 
 def differentiate(
-    inputs: Held, out: Array, lse: Array, d_out: Array, ring: Ring
+    inputs: RingInputs, out: Array, lse: Array, d_out: Array, ring: KeyRing
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of a rank's queries, keys and values, in float32.
 
@@ -48,7 +48,10 @@ def differentiate(
     delta = softmax_delta(out, d_out)
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
-        operands, gradient = Operands(q, k, v, tokens, ring.rules), OutGradient(d_out, lse, delta)
+        operands, gradient = (
+            AttentionOperands(q, k, v, tokens, ring.rules),
+            OutGradient(d_out, lse, delta),
+        )
         return differentiate_ring(operands, gradient, axis_name=ring.axis_name)
     own_q = shards.zip_cuts(
         lambda *queries: queries,
@@ -64,7 +67,7 @@ def differentiate(
         if step > 0:
             queries = shards.by_block(ring, step, rank, "q", own_q)
         q_, *gradient = queries
-        operands = Operands(q_, *keys, tokens, ring.rules_at(step))
+        operands = AttentionOperands(q_, *keys, tokens, ring.rules_at(step))
         gradients, arrived = differentiate_and_send(
             operands, OutGradient(*gradient), parcels, ring.links
         )
@@ -94,11 +97,11 @@ def differentiate(
     return shards.join(d_q), *shards.unpack(shards.join(d_own), k.shape[-1])
 
 
-def _parcels(ring: Ring, step: int, sums: Cut) -> list[Parcel]:
+def _parcels(ring: KeyRing, step: int, sums: Cut) -> list[Parcel]:
     return [Parcel(sums[at][hop.piece], hop.pairs) for at, hop in shards.gradient_hops(ring, step)]
 
 
-def _arrived_sums(ring: Ring, step: int, parcels: Iterator[Array], d_own: Cut) -> Cut:
+def _arrived_sums(ring: KeyRing, step: int, parcels: Iterator[Array], d_own: Cut) -> Cut:
     """Return the sums to which this rank adds next; sums that have come home go to `d_own`."""
     sums = shards.nothing(ring)
     for at, hop in shards.gradient_hops(ring, step):
@@ -107,7 +110,7 @@ def _arrived_sums(ring: Ring, step: int, parcels: Iterator[Array], d_own: Cut) -
 
 
 def _add_blocks(
-    d_q: Cut, sums: Cut, gradients: tuple[Array, ...], ring: Ring, step: int, rank: Array
+    d_q: Cut, sums: Cut, gradients: tuple[Array, ...], ring: KeyRing, step: int, rank: Array
 ) -> None:
     """Add the blocks of a step to the pieces of queries and keys that they belong to."""
     for at, block, (one_q, *one_keys) in shards.blocks_of(ring, step, *gradients):

@@ -16,17 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Operands
-from pallas_kernels.ring.gradient import Held
+from pallas_kernels.flash_attention.kernels import AttentionOperands
+from pallas_kernels.ring.gradient import RingInputs
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.ring.remote_dma.ring_forward import attend_ring, fits
 from pallas_kernels.ring.step import attend_and_send
 from pallas_kernels.ring_attention import shards
 from pallas_kernels.ring_attention.rotate import rotate_keys
-from pallas_kernels.ring_attention.shards import Cut, Ring
+from pallas_kernels.ring_attention.shards import Cut, KeyRing
 
 
-def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(
+    inputs: RingInputs, ring: KeyRing
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return attention of a rank's queries to the keys of all ranks.
 
     Args:
@@ -40,13 +42,13 @@ def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float[Ar
     rank = jax.lax.axis_index(ring.axis_name)
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
-        return attend_ring(Operands(q, k, v, tokens, ring.rules), axis_name=ring.axis_name)
+        return attend_ring(AttentionOperands(q, k, v, tokens, ring.rules), axis_name=ring.axis_name)
     own_q = shards.cut(q, ring)
     states: Cut = []
 
     def compute(step: int, keys: tuple[Array, Array], tokens: Any, parcels: Any) -> Any:
         queries = q if step == 0 else shards.by_block(ring, step, rank, "q", own_q)
-        operands = Operands(queries, *keys, tokens, ring.rules_at(step))
+        operands = AttentionOperands(queries, *keys, tokens, ring.rules_at(step))
         state, arrived = attend_and_send(operands, parcels, ring.links)
         return (_by_piece(state, ring) if step == 0 else state), arrived
 
@@ -62,7 +64,7 @@ def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float[Ar
     return out.astype(q.dtype), lse
 
 
-def _by_piece(state: SoftmaxState, ring: Ring) -> Cut:
+def _by_piece(state: SoftmaxState, ring: KeyRing) -> Cut:
     return shards.zip_cuts(
         SoftmaxState,
         shards.cut(state.out.astype(jnp.float32), ring),
@@ -70,7 +72,7 @@ def _by_piece(state: SoftmaxState, ring: Ring) -> Cut:
     )
 
 
-def _merge_blocks(states: Cut, state: SoftmaxState, ring: Ring, step: int, rank: Array) -> None:
+def _merge_blocks(states: Cut, state: SoftmaxState, ring: KeyRing, step: int, rank: Array) -> None:
     """Merge the blocks of a step into the pieces of queries that they belong to."""
     for at, block, (out, lse) in shards.blocks_of(ring, step, *state):
         for piece in sorted(set(block.q)):

@@ -15,7 +15,7 @@ from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.mask import Tokens
 from pallas_kernels.ring.parcel import Parcel
 from pallas_kernels.ring_attention import shards
-from pallas_kernels.ring_attention.shards import Ids, Ring
+from pallas_kernels.ring_attention.shards import Ids, KeyRing
 
 Compute = Callable[[int, tuple[Array, Array], Tokens, list[Parcel]], tuple[Any, tuple[Array, ...]]]
 """(step, (keys, values), tokens, parcels to send) -> (result, arrays that arrived)."""
@@ -28,7 +28,7 @@ def rotate_keys(
     k: Array,
     v: Array,
     ids: Ids,
-    ring: Ring,
+    ring: KeyRing,
     compute: Compute,
     absorb: Absorb,
     passengers: Callable[[int], list[Parcel]] = lambda step: [],

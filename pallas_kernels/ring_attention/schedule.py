@@ -38,7 +38,7 @@ LOW, HIGH = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class BlockPair:
     """Queries and keys that meet at a step: their piece numbers, by rank."""
 
     q: tuple[int, ...]
@@ -57,10 +57,10 @@ class Hop:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class RingStep:
     """Blocks and transfers of one step."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockPair, ...]
     """Blocks to compute; none at the first step (own tokens) and after the last."""
     keys: tuple[Hop, ...]
     """Transfers of keys, which arrive before the next step."""
@@ -69,22 +69,22 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
+class HopRoute:
     """One direction around the ring, with its share of the heads."""
 
     direction: int
     """+1 where keys go to the next rank, -1 where they go to the previous one."""
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class RingSchedule:
     """Complete schedule of a ring; hashable."""
 
     ranks: int
     pieces: int
     """Number of pieces of a rank's tokens: 2 for halves, else 1."""
-    routes: tuple[Route, ...]
+    routes: tuple[HopRoute, ...]
     """One route, or two with half of the heads each."""
 
     @property
@@ -100,7 +100,7 @@ class Schedule:
 @functools.cache
 def make_schedule(
     ranks: int, form: Form, *, directions: Literal["one", "both"] = "one", reach: int | None = None
-) -> Schedule:
+) -> RingSchedule:
     """Return the schedule of a ring.
 
     Args:
@@ -113,10 +113,10 @@ def make_schedule(
     first = -1 if form == "halves" else 1
     ways = (first,) if directions == "one" else (first, -first)
     routes = tuple(
-        Route(direction=way, steps=_steps(ranks, form, way, ranks if reach is None else reach))
+        HopRoute(direction=way, steps=_steps(ranks, form, way, ranks if reach is None else reach))
         for way in ways
     )
-    return Schedule(ranks=ranks, pieces=2 if form == "halves" else 1, routes=routes)
+    return RingSchedule(ranks=ranks, pieces=2 if form == "halves" else 1, routes=routes)
 
 
 def _seen(form: Form, rank: int, owner: int, reach: int) -> tuple[tuple[int, int | None], ...]:
@@ -129,16 +129,16 @@ def _seen(form: Form, rank: int, owner: int, reach: int) -> tuple[tuple[int, int
     return ((LOW, LOW if rank - reach <= owner < rank else None),)
 
 
-def _steps(ranks: int, form: Form, direction: int, reach: int) -> tuple[Step, ...]:
+def _steps(ranks: int, form: Form, direction: int, reach: int) -> tuple[RingStep, ...]:
     all_ranks = range(ranks)
-    blocks: list[tuple[Block, ...]] = [()]
+    blocks: list[tuple[BlockPair, ...]] = [()]
     ways: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (owner, piece): [(step, rank), ...]
     for s in range(1, ranks):
         seen = [_seen(form, r, (r - direction * s) % ranks, reach) for r in all_ranks]
         by_block = zip(*seen, strict=True)
         blocks.append(
             tuple(
-                Block(q=tuple(q for q, _ in block_pairs), k=tuple(k for _, k in block_pairs))
+                BlockPair(q=tuple(q for q, _ in block_pairs), k=tuple(k for _, k in block_pairs))
                 for block_pairs in by_block
             )
         )
@@ -147,7 +147,7 @@ def _steps(ranks: int, form: Form, direction: int, reach: int) -> tuple[Step, ..
                 assert piece is not None
                 ways.setdefault(((r - direction * s) % ranks, piece), []).append((s, r))
     if not ways:
-        return (Step(blocks=(), keys=(), gradients=()),)
+        return (RingStep(blocks=(), keys=(), gradients=()),)
     last = max(s for way in ways.values() for s, _ in way)
     keys: list[dict] = [{} for _ in range(last + 2)]
     gradients: list[dict] = [{} for _ in range(last + 2)]
@@ -169,7 +169,7 @@ def _steps(ranks: int, form: Form, direction: int, reach: int) -> tuple[Step, ..
         )
 
     return tuple(
-        Step(
+        RingStep(
             blocks=blocks[s] if s <= last else (), keys=hops(keys[s]), gradients=hops(gradients[s])
         )
         for s in range(last + 2)

@@ -19,16 +19,16 @@ from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.ring.step import Links, Parcel
 from pallas_kernels.ring_attention.reference import layout_positions
-from pallas_kernels.ring_attention.schedule import Hop, Schedule
+from pallas_kernels.ring_attention.schedule import Hop, RingSchedule
 
 Cut = list[list[Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
+class KeyRing:
     """Static part of a call of ring attention; hashable."""
 
-    schedule: Schedule
+    schedule: RingSchedule
     rules: Rules
     is_by_position: bool
     """Whether the mask compares positions. If not, a rank's own tokens count from 0, and it sees
@@ -55,7 +55,7 @@ class Ids(NamedTuple):
     segment_ids: Array | None
 
 
-def cut(x: Array, ring: Ring, *, tokens: int = 1, heads: int = 2) -> Cut:
+def cut(x: Array, ring: KeyRing, *, tokens: int = 1, heads: int = 2) -> Cut:
     """Cut an array along its dimensions of tokens and heads."""
     schedule = ring.schedule
     routes = jnp.split(x, len(schedule.routes), axis=heads)
@@ -96,7 +96,7 @@ def where_rank(table: Sequence[bool], rank: Array, x: Array, fill: float) -> Arr
     return jnp.where(jnp.asarray(table)[rank], x, jnp.asarray(fill, x.dtype))
 
 
-def by_block(ring: Ring, step: int, rank: Array, side: Literal["q", "k"], parts: Cut) -> Any:
+def by_block(ring: KeyRing, step: int, rank: Array, side: Literal["q", "k"], parts: Cut) -> Any:
     """Return the queries or keys of all blocks of a step, stacked in the batch."""
     blocks: list[Any] = []
     for route, pieces in zip(ring.schedule.routes, parts, strict=True):
@@ -105,7 +105,7 @@ def by_block(ring: Ring, step: int, rank: Array, side: Literal["q", "k"], parts:
     return blocks[0] if len(blocks) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *blocks)
 
 
-def blocks_of(ring: Ring, step: int, *results: Array) -> Iterator[tuple[int, Any, list[Array]]]:
+def blocks_of(ring: KeyRing, step: int, *results: Array) -> Iterator[tuple[int, Any, list[Array]]]:
     """Yield (route, block, its part of the results); the inverse of `by_block`."""
     routes = ring.schedule.routes
     number = sum(len(route.steps[step].blocks) for route in routes)
@@ -117,14 +117,14 @@ def blocks_of(ring: Ring, step: int, *results: Array) -> Iterator[tuple[int, Any
             at_block += 1
 
 
-def own_tokens(ids: Ids, ring: Ring, rank: Array) -> Tokens:
+def own_tokens(ids: Ids, ring: KeyRing, rank: Array) -> Tokens:
     """Return the tokens of a rank's attention to itself."""
     positions, segments = (None if x is None else _of_rank(x, rank) for x in ids)
     positions = positions if ring.is_by_position else None
     return Tokens(positions, positions, segments, segments)
 
 
-def is_one_kernel(ring: Ring) -> bool:
+def is_one_kernel(ring: KeyRing) -> bool:
     """Return whether the single-kernel form sends at most a third more than the schedule.
 
     In the kernels of ring/remote_dma/ring_keys.py all keys visit all ranks, one way round.
@@ -136,7 +136,7 @@ def is_one_kernel(ring: Ring) -> bool:
     return 4 * sent >= 3 * schedule.pieces * schedule.ranks * (schedule.ranks - 1)
 
 
-def numbered_tokens(ids: Ids, ring: Ring, rank: Array, width: int) -> Tokens:
+def numbered_tokens(ids: Ids, ring: KeyRing, rank: Array, width: int) -> Tokens:
     """Return the tokens of a rank's attention to all ranks.
 
     Where the mask does not compare positions, numbers that rise along every document are used.
@@ -148,7 +148,7 @@ def numbered_tokens(ids: Ids, ring: Ring, rank: Array, width: int) -> Tokens:
     return Tokens(positions, positions, segments, segments)
 
 
-def block_tokens(ids: Ids, ring: Ring, step: int, rank: Array) -> Tokens:
+def block_tokens(ids: Ids, ring: KeyRing, step: int, rank: Array) -> Tokens:
     """Return the tokens of the blocks of a step after the first."""
 
     def both(x: Array | None) -> tuple[Array | None, Array | None]:
@@ -170,19 +170,19 @@ def block_tokens(ids: Ids, ring: Ring, step: int, rank: Array) -> Tokens:
     return Tokens(q_positions, kv_positions, *both(ids.segment_ids))
 
 
-def key_hops(ring: Ring, step: int) -> list[tuple[int, Hop]]:
+def key_hops(ring: KeyRing, step: int) -> list[tuple[int, Hop]]:
     """Return the hops of keys that leave at a step, with their routes."""
     routes = enumerate(ring.schedule.routes)
     return [(at, hop) for at, route in routes for hop in route.steps[step].keys]
 
 
-def gradient_hops(ring: Ring, step: int) -> list[tuple[int, Hop]]:
+def gradient_hops(ring: KeyRing, step: int) -> list[tuple[int, Hop]]:
     """Return the hops of gradients that leave at a step, with their routes."""
     routes = enumerate(ring.schedule.routes)
     return [(at, hop) for at, route in routes for hop in route.steps[step].gradients]
 
 
-def key_parcels(ring: Ring, step: int, local: Cut, remote: Cut) -> list[Parcel]:
+def key_parcels(ring: KeyRing, step: int, local: Cut, remote: Cut) -> list[Parcel]:
     """Return the keys that leave at a step: a rank's own, or those received in the step before."""
     return [
         Parcel((local if hop.is_at_home else remote)[at][hop.piece], hop.pairs)
@@ -190,7 +190,7 @@ def key_parcels(ring: Ring, step: int, local: Cut, remote: Cut) -> list[Parcel]:
     ]
 
 
-def arrived_keys(ring: Ring, step: int, arrived: Iterator[Array]) -> Cut:
+def arrived_keys(ring: KeyRing, step: int, arrived: Iterator[Array]) -> Cut:
     """Take the keys that arrived during a step off `arrived`."""
     keys = nothing(ring)
     for at, hop in key_hops(ring, step):
@@ -198,7 +198,7 @@ def arrived_keys(ring: Ring, step: int, arrived: Iterator[Array]) -> Cut:
     return keys
 
 
-def nothing(ring: Ring) -> Cut:
+def nothing(ring: KeyRing) -> Cut:
     """Return a cut with None everywhere."""
     return [[None] * ring.schedule.pieces for _ in ring.schedule.routes]
 

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32, Int
 from pallas_kernels.backend import Implementation, Operation
-from pallas_kernels.deferred import Deferred
+from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.selective_scan import reference, xla
 from pallas_kernels.selective_scan.arguments import check_arrays, check_tokens
@@ -53,7 +53,7 @@ STATE_SPACE_DUAL = Operation(
     implementations={
         "reference": reference.state_space_dual,
         "xla": xla.state_space_dual,
-        "pallas_tpu": Deferred("pallas_kernels.selective_scan.tpu.kernels:state_space_dual"),
+        "pallas_tpu": DeferredProduct("pallas_kernels.selective_scan.tpu.kernels:state_space_dual"),
     },
 )
 

@@ -30,17 +30,17 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
-from pallas_kernels.ring.gradient import Held, Passes, attend
+from pallas_kernels.ring.gradient import RingInputs, RingPasses, attend
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention import backward, forward
 from pallas_kernels.token_ring_attention.blocks import Shard
-from pallas_kernels.token_ring_attention.circulate import Ring
-from pallas_kernels.token_ring_attention.schedule import Form, Schedule, Visits
+from pallas_kernels.token_ring_attention.circulate import QueryRing
+from pallas_kernels.token_ring_attention.schedule import Form, TokenRingSchedule, Visits
 
 NAME = "token_ring_attention"
-PASSES = Passes(forward.attend, backward.differentiate)
+PASSES = RingPasses(forward.attend, backward.differentiate)
 
 
 def token_ring_attention(
@@ -112,7 +112,7 @@ def token_ring_attention(
         positions = layout_positions(call.ranks, q.shape[1], layout)[rank]
     if positions is not None:
         positions = jnp.broadcast_to(positions, q.shape[:2])
-    inputs = Held(q, k, v, Shard(positions, segment_ids))
-    schedule = Schedule(ranks=call.ranks, visits=visits, form=form)
-    ring = Ring(schedule=schedule, rules=call.rules, links=call.links)
+    inputs = RingInputs(q, k, v, Shard(positions, segment_ids))
+    schedule = TokenRingSchedule(ranks=call.ranks, visits=visits, form=form)
+    ring = QueryRing(schedule=schedule, rules=call.rules, links=call.links)
     return attend(match_varying(inputs, inputs, rank), ring, PASSES)

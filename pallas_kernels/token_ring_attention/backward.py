@@ -14,16 +14,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
-from pallas_kernels.ring.gradient import Held
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
+from pallas_kernels.ring.gradient import RingInputs
 from pallas_kernels.ring.step import Parcel, differentiate_and_send
-from pallas_kernels.token_ring_attention.blocks import Block
-from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
+from pallas_kernels.token_ring_attention.blocks import QueryBlock
+from pallas_kernels.token_ring_attention.circulate import QueryRing, Results, circulate
 from pallas_kernels.token_ring_attention.messages import pack, unpack
 
 
 def differentiate(
-    inputs: Held, out: Array, lse: Array, d_out: Array, ring: Ring
+    inputs: RingInputs, out: Array, lse: Array, d_out: Array, ring: QueryRing
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of the local shards, in float32.
 
@@ -69,12 +69,15 @@ def differentiate(
         parcels: Sequence[Parcel],
     ):
         if step == 0:
-            operands, gradient = Operands(q, k, v, shard.tokens, ring.rules), (d_out, lse, delta)
+            operands, gradient = (
+                AttentionOperands(q, k, v, shard.tokens, ring.rules),
+                (d_out, lse, delta),
+            )
             (d_q, *d_keys), arrived = differentiate_and_send(
                 operands, OutGradient(*gradient), parcels, ring.links
             )
             return d_q, d_keys, arrived
-        block = Block.at(ring, step)
+        block = QueryBlock.at(ring, step)
         queries = [unpack_queries(x[:messages]) for x in query_pieces]
         heads, lse_, d_out_, delta_ = zip(*queries, strict=True)
         tokens = [shard.like(x[messages:]) for x in query_pieces]
@@ -90,7 +93,7 @@ def differentiate(
 
     def by_piece(step: int, d_q: Array) -> list[Array]:
         if step > 0:
-            return Block.at(ring, step).summed_queries(d_q)
+            return QueryBlock.at(ring, step).summed_queries(d_q)
         return jnp.split(d_q, pieces, axis=1)
 
     plain = Results(by_piece, jnp.add, pack=lambda x: x, unpack=lambda x, is_reached: x)

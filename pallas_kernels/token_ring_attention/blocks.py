@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Bool
-from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.flash_attention.kernels import AttentionOperands
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.ring import half_blocks
-from pallas_kernels.ring.half_blocks import Halves, halves
+from pallas_kernels.ring.half_blocks import HalfBlocks, halves
 from pallas_kernels.ring.online_softmax import SoftmaxState
-from pallas_kernels.token_ring_attention.circulate import Ring
+from pallas_kernels.token_ring_attention.circulate import QueryRing
 
 
 class Shard(NamedTuple):
@@ -53,16 +53,16 @@ class Shard(NamedTuple):
         return Tokens(self.positions, self.positions, self.segment_ids, self.segment_ids)
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Block of one step after the first. Queries come by pieces, keys as a rank holds them."""
 
-    ring: Ring
+    ring: QueryRing
     step: int
     is_earlier: Bool[Array, ""]
     """Whether the queries come from an earlier rank than the keys."""
 
     @classmethod
-    def at(cls, ring: Ring, step: int) -> "Block":
+    def at(cls, ring: QueryRing, step: int) -> "QueryBlock":
         """Return the block of this rank at a step."""
         return cls(ring, step, jax.lax.axis_index(ring.axis_name) + step >= ring.schedule.ranks)
 
@@ -81,7 +81,7 @@ class Block(NamedTuple):
         """Return the queries of the block, or an array that belongs to them."""
         if self.visits != "halves":
             return pieces[0]
-        return half_blocks.stack_queries(Halves(*pieces), self.is_earlier)
+        return half_blocks.stack_queries(HalfBlocks(*pieces), self.is_earlier)
 
     def keys(self, x: Array) -> Array:
         """Return the keys of the block, or an array that belongs to them."""
@@ -91,7 +91,7 @@ class Block(NamedTuple):
 
     def operands(
         self, queries: Sequence[Array], k: Array, v: Array, tokens: Sequence[Shard], shard: Shard
-    ) -> Operands:
+    ) -> AttentionOperands:
         """Return what the block computes.
 
         Args:
@@ -101,7 +101,7 @@ class Block(NamedTuple):
             tokens: Shards of the queries, by piece.
             shard: Shard of the keys.
         """
-        return Operands(
+        return AttentionOperands(
             self.queries(queries),
             self.keys(k),
             self.keys(v),

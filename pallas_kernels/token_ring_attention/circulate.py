@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Bool
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.ring.step import Links, Parcel, send
-from pallas_kernels.token_ring_attention.schedule import Pairs, Schedule
+from pallas_kernels.token_ring_attention.schedule import Pairs, TokenRingSchedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
+class QueryRing:
     """Static part of a call of token_ring_attention; hashable."""
 
-    schedule: Schedule
+    schedule: TokenRingSchedule
     rules: Rules
     """Mask rules among the tokens of one rank."""
     links: Links
@@ -62,7 +62,7 @@ Work = Callable[
 
 
 def circulate(
-    ring: Ring, query_pieces: Sequence[tuple[Array, ...]], work: Work, results: Results
+    ring: QueryRing, query_pieces: Sequence[tuple[Array, ...]], work: Work, results: Results
 ) -> tuple[list[Any], Any]:
     """Run all steps, so that every rank works on all queries.
 
@@ -125,7 +125,7 @@ def circulate(
     return join(home, back) if is_direct else back, carry
 
 
-def _is_reached(pairs: Pairs, ring: Ring) -> Bool[Array, ""] | None:
+def _is_reached(pairs: Pairs, ring: QueryRing) -> Bool[Array, ""] | None:
     """Return whether this rank receives something; None if every rank does."""
     targets = {target for _, target in pairs}
     ranks = range(ring.schedule.ranks)

@@ -12,17 +12,19 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Bool, Float, Float32
-from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.flash_attention.kernels import AttentionOperands
 from pallas_kernels.ring import half_blocks
-from pallas_kernels.ring.gradient import Held
+from pallas_kernels.ring.gradient import RingInputs
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from pallas_kernels.ring.step import Parcel, attend_and_send
-from pallas_kernels.token_ring_attention.blocks import Block
-from pallas_kernels.token_ring_attention.circulate import Results, Ring, circulate
+from pallas_kernels.token_ring_attention.blocks import QueryBlock
+from pallas_kernels.token_ring_attention.circulate import QueryRing, Results, circulate
 from pallas_kernels.token_ring_attention.messages import pack, unpack
 
 
-def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
+def attend(
+    inputs: RingInputs, ring: QueryRing
+) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
     """Return attention of the local queries to the keys of all ranks, and the log-sum-exp.
 
     Args:
@@ -40,9 +42,9 @@ def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float32[
         step: int, query_pieces: Sequence[tuple[Array, ...]], carry: None, parcels: Sequence[Parcel]
     ):
         if step == 0:
-            operands = Operands(q, k, v, shard.tokens, ring.rules)
+            operands = AttentionOperands(q, k, v, shard.tokens, ring.rules)
         else:
-            operands = Block.at(ring, step).operands(
+            operands = QueryBlock.at(ring, step).operands(
                 [x for x, *_ in query_pieces],
                 k,
                 v,
@@ -57,13 +59,13 @@ def attend(inputs: Held, ring: Ring) -> tuple[Float[Array, "B S N Hv"], Float32[
     return out, jnp.concatenate([x.lse for x in states], axis=2)
 
 
-def _results(q: Array, ring: Ring) -> Results:
+def _results(q: Array, ring: QueryRing) -> Results:
     dtype = q.dtype if ring.schedule.form == "direct" else jnp.dtype(jnp.float32)
     pieces = len(ring.schedule.pieces)
 
     def by_piece(step: int, state: SoftmaxState) -> list[SoftmaxState]:
         if step > 0:
-            return Block.at(ring, step).merged(state)
+            return QueryBlock.at(ring, step).merged(state)
         outs = jnp.split(state.out.astype(jnp.float32), pieces, axis=1)
         lses = jnp.split(state.lse, pieces, axis=2)
         return [SoftmaxState(*piece) for piece in zip(outs, lses, strict=True)]

@@ -35,7 +35,7 @@ LOW, HIGH = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class TokenRingSchedule:
     """Schedule of a call; static, hashable, the same on every rank."""
 
     ranks: int

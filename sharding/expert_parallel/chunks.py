@@ -45,7 +45,7 @@ Bottleneck = Literal["gradients", "experts", "all_to_all", "expert_tensor"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class ChunkCost:
     """Cost of one operation: alpha + beta n seconds."""
 
     alpha: float
@@ -60,13 +60,13 @@ class Cost:
                 " take those of fit_cost"
             )
 
-    def of(self, amount: float) -> Cost:
+    def of(self, amount: float) -> ChunkCost:
         """Return the cost of this amount, with n the fraction of it that is done at once.
 
         Args:
             amount: Amount in the unit of beta.
         """
-        return Cost(alpha=self.alpha, beta=self.beta * amount)
+        return ChunkCost(alpha=self.alpha, beta=self.beta * amount)
 
     def seconds(self, amount: float) -> float:
         """Return the seconds of one execution.
@@ -81,17 +81,17 @@ class Cost:
 class LayerCosts:
     """Costs of each operation of a MoE layer on all tokens of a device: n = 1."""
 
-    all_to_all: Cost
+    all_to_all: ChunkCost
     """All-to-all, one way."""
-    experts: Cost
+    experts: ChunkCost
     """Experts, forward."""
-    all_gather: Cost = Cost(alpha=0.0, beta=0.0)
+    all_gather: ChunkCost = ChunkCost(alpha=0.0, beta=0.0)
     """All-gather over expert_tensor; none by default."""
-    reduce_scatter: Cost = Cost(alpha=0.0, beta=0.0)
+    reduce_scatter: ChunkCost = ChunkCost(alpha=0.0, beta=0.0)
     """Reduce-scatter over expert_tensor; none by default."""
 
 
-def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
+def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> ChunkCost:
     """Return the line through measurements with the least relative error.
 
     Args:
@@ -118,7 +118,7 @@ def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> Cost:
             ((end * column - 1) ** 2).sum() for end, column in zip(ends, columns.T, strict=True)
         ]
         alpha, beta = (ends[0], 0.0) if missed[0] <= missed[1] else (0.0, ends[1])
-    return Cost(alpha=float(alpha), beta=float(beta))
+    return ChunkCost(alpha=float(alpha), beta=float(beta))
 
 
 def layer_seconds(costs: LayerCosts, num_chunks: int, gradients: float = 0.0) -> float:
@@ -169,7 +169,7 @@ def choose_num_chunks(
         gradients: G of the backward pass.
         most: Largest number of chunks to consider.
     """
-    twice = Cost(alpha=2 * costs.experts.alpha, beta=2 * costs.experts.beta)
+    twice = ChunkCost(alpha=2 * costs.experts.alpha, beta=2 * costs.experts.beta)
     backward = dataclasses.replace(
         costs,
         experts=twice,

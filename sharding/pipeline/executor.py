@@ -45,7 +45,7 @@ from sharding.axes import STAGE
 from sharding.pipeline.buffers import Number as Number
 from sharding.pipeline.buffers import add_to, read, store, where, zeros
 from sharding.pipeline.schedule import Schedule
-from sharding.pipeline.slots import Slots, plan_slots
+from sharding.pipeline.slots import StageSlots, plan_slots
 from sharding.pipeline.split import Halves, split
 from sharding.regions import sum_over
 from sharding.stored_programs import store_no_programs_on_cpus
@@ -108,9 +108,9 @@ class _TickState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Executor:
+class _ScheduleExecutor:
     schedule: Schedule
-    slots: Slots
+    slots: StageSlots
     parts: PipelineParts
     parameters: Any
     """Parameters of the stage, [chunks ...]."""
@@ -122,7 +122,7 @@ class _Executor:
     """The backward pass of a group in two halves, B and W; None if there is no W."""
 
     @classmethod
-    def of(cls, schedule: Schedule, parts: PipelineParts, parameters: Any) -> _Executor:
+    def of(cls, schedule: Schedule, parts: PipelineParts, parameters: Any) -> _ScheduleExecutor:
         """Return the executor of a schedule; see `execute`."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         stream, _ = jax.eval_shape(parts.enter, number)
@@ -334,7 +334,7 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
         not over stages.
     """
     store_no_programs_on_cpus()
-    executor = _Executor.of(schedule, parts, parameters)
+    executor = _ScheduleExecutor.of(schedule, parts, parameters)
     slots, carry = executor.slots, executor.start()
     for run in schedule.runs():
         rows = _rows(slots, run.first, run.length)
@@ -344,7 +344,7 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
     return carry.sums
 
 
-def _rows(slots: Slots, first: int, length: int) -> dict[str, Any]:
+def _rows(slots: StageSlots, first: int, length: int) -> dict[str, Any]:
     """Return the rows of some ticks of every array of the slots."""
     fields = {field.name: getattr(slots, field.name) for field in dataclasses.fields(slots)}
     arrays = {name: value for name, value in fields.items() if not isinstance(value, int)}

@@ -23,7 +23,7 @@ from sharding.pipeline.schedule import Kind, Paths, Schedule
 from sharding.pipeline.times import from_times
 
 
-class _Step(NamedTuple):
+class _ArrivalStep(NamedTuple):
     """One work on the way of a micro-batch."""
 
     kind: Kind
@@ -76,7 +76,7 @@ class _Waiting:
     """Tick and hop of the last turn."""
 
     @classmethod
-    def of(cls, ways: list[list[_Step]]) -> _Waiting:
+    def of(cls, ways: list[list[_ArrivalStep]]) -> _Waiting:
         """Return all micro-batches in the order of their numbers."""
         queues: dict[Hashable, collections.deque[int]] = collections.defaultdict(collections.deque)
         for micro, way in enumerate(ways):
@@ -85,7 +85,7 @@ class _Waiting:
                     queues[turn].append(micro)
         return cls(queues, {})
 
-    def take(self, micro: int, step: _Step, tick: int) -> bool:
+    def take(self, micro: int, step: _ArrivalStep, tick: int) -> bool:
         """Take the turns of a work, if the micro-batch has all of them; return whether it has."""
         for turn in step.turns:
             then, hop = self.last.get(turn, (-1, 0))
@@ -97,12 +97,12 @@ class _Waiting:
         return True
 
 
-def _way(path: tuple[int, ...], groups: int) -> Iterator[_Step]:
+def _way(path: tuple[int, ...], groups: int) -> Iterator[_ArrivalStep]:
     """Yield the works of a micro-batch in order."""
     for group in path:
         is_last = group == path[-1]
-        yield _Step("F", group, ("leaves",) * is_last, (groups - group) * is_last)
+        yield _ArrivalStep("F", group, ("leaves",) * is_last, (groups - group) * is_last)
     for group in reversed(path):
         is_last = group == path[0]
         turns = (("B", group), *(("returns",) * is_last))
-        yield _Step("B", group, turns, (group + 1) * is_last)
+        yield _ArrivalStep("B", group, turns, (group + 1) * is_last)

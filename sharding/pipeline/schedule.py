@@ -34,7 +34,7 @@ Paths = tuple[tuple[int, ...], ...]
 """Groups of layers that each micro-batch passes through, in their order."""
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """Work of one stage in one tick."""
 
     kind: Kind
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     """Micro-batch."""
 
 
-class Run(NamedTuple):
+class PassRun(NamedTuple):
     """Consecutive ticks with the same kinds of work."""
 
     kinds: str
@@ -75,7 +75,7 @@ class Schedule:
     stages: int
     chunks: int
     micro_batches: int
-    ticks: tuple[tuple[tuple[Work, ...], ...], ...]
+    ticks: tuple[tuple[tuple[StageWork, ...], ...], ...]
     """Works by [tick][stage], in the order of `KINDS`."""
     paths: Paths | None = None
     """Groups that each micro-batch passes through; None for all."""
@@ -136,7 +136,7 @@ class Schedule:
         """Return the stages from one group to another in the ring, in [0, stages)."""
         return (after - group) % self.stages
 
-    def works(self) -> Iterator[tuple[int, int, Work]]:
+    def works(self) -> Iterator[tuple[int, int, StageWork]]:
         """Yield every (tick, stage, work) of the table."""
         for tick, row in enumerate(self.ticks):
             for stage, works in enumerate(row):
@@ -347,7 +347,7 @@ class Schedule:
             if self.passes(group, micro):
                 yield group, chunk, micro
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[PassRun, ...]:
         """Return the table as runs of ticks that do the same kinds of work on some stage."""
         present = (
             "".join(
@@ -358,7 +358,7 @@ class Schedule:
         runs, first = [], 0
         for kinds, same in itertools.groupby(present):
             length = len(list(same))
-            runs.append(Run(kinds, first, length))
+            runs.append(PassRun(kinds, first, length))
             first += length
         return tuple(runs)
 
@@ -378,7 +378,7 @@ class Schedule:
             for stage in range(self.stages)
         )
 
-    def _cell(self, work: Work) -> str:
+    def _cell(self, work: StageWork) -> str:
         if self.chunks == 1:
             return f"{work.kind}{work.micro}"
         turns, letter = divmod(work.chunk, 26)

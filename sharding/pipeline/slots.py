@@ -30,7 +30,7 @@ TicksByHop = tuple[PerTick, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class Slots:
+class StageSlots:
     """Integers of a schedule for every tick [T], or tick and stage [T p]; -1 for nothing.
 
     Order of a tick: `g_arrives` is stored, `enter_slot` is stored, F, the head of `leaves` and
@@ -154,7 +154,7 @@ def _head_stays(schedule: Schedule) -> list[list[Stay]]:
     return stays_of_stages if waits or schedule.num_hops > 1 else [[] for _ in stays_of_stages]
 
 
-def plan_slots(schedule: Schedule) -> Slots:
+def plan_slots(schedule: Schedule) -> StageSlots:
     """Return the integers of a schedule, with the fewest buffer slots.
 
     Args:
@@ -201,7 +201,7 @@ def plan_slots(schedule: Schedule) -> Slots:
                 slot = gradients.slots[target, its_chunk, micro]
                 place = schedule.hops.index(schedule.hop(before, group))
                 fields["g_arrives"][place][tick + 1, target] = slot
-    return Slots(
+    return StageSlots(
         **fields,
         num_inputs=inputs.size,
         num_gradients=gradients.size,
@@ -216,7 +216,7 @@ _TICKS_BY_HOP = ("enters", "leaves", "returns")
 
 
 def _empty(schedule: Schedule) -> dict[str, Any]:
-    """Return arrays of -1 for the fields of `Slots`."""
+    """Return arrays of -1 for the fields of `StageSlots`."""
     ticks, hops = len(schedule.ticks), range(schedule.num_hops)
 
     def of(name: str) -> Any:
@@ -228,5 +228,5 @@ def _empty(schedule: Schedule) -> dict[str, Any]:
             return tuple(np.full((ticks, schedule.stages), -1, np.int32) for _ in hops)
         return np.full((ticks, schedule.stages), -1, np.int32)
 
-    names = (field.name for field in dataclasses.fields(Slots))
+    names = (field.name for field in dataclasses.fields(StageSlots))
     return {name: of(name) for name in names if not name.startswith("num_")}

@@ -26,7 +26,7 @@ from pallas_kernels.jax_versions import loop_counts
 from sharding.pipeline.steps import (
     Handed,
     Name,
-    Step,
+    ProgramStep,
     Steps,
     Values,
     begin_with_products,
@@ -111,8 +111,8 @@ def _split(program: Any, is_late: Sequence[bool | None]) -> Steps:
     results = list(zip(program.outvars, is_late, strict=True))
     early_names = set(variables(name for name, late in results if late is False))
     late_names = set(variables(name for name, late in results if late))
-    early: list[Step] = []
-    late: list[Step] = []
+    early: list[ProgramStep] = []
+    late: list[ProgramStep] = []
     for equation in reversed(program.eqns):
         are_late = [
             False if name in early_names else True if name in late_names else None
@@ -133,7 +133,9 @@ def _split(program: Any, is_late: Sequence[bool | None]) -> Steps:
     return begin_with_products(early[::-1], late[::-1])
 
 
-def _split_equation(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
+def _split_equation(
+    equation: Any, are_late: list[bool | None]
+) -> tuple[list[ProgramStep], list[ProgramStep]]:
     """Return the halves of an equation with results of both kinds."""
     match equation.primitive.name:
         case "scan":
@@ -146,7 +148,9 @@ def _split_equation(equation: Any, are_late: list[bool | None]) -> tuple[list[St
             return [whole(equation)], []
 
 
-def _split_call(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
+def _split_call(
+    equation: Any, are_late: list[bool | None]
+) -> tuple[list[ProgramStep], list[ProgramStep]]:
     """Return the halves of a call, without the call."""
     inner, constants = open_program(equation.params["jaxpr"])
     # A rematerialised call whose products XLA might merge with those of the forward pass.
@@ -160,7 +164,9 @@ def _split_call(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
     return _split_inside(equation, inner, constants, are_late, around)
 
 
-def _split_region(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
+def _split_region(
+    equation: Any, are_late: list[bool | None]
+) -> tuple[list[ProgramStep], list[ProgramStep]]:
     """Return the halves of a `shard_map`; what is handed over is stacked over its devices."""
     params = equation.params
     inner, constants = open_program(params["jaxpr"])
@@ -199,7 +205,7 @@ def _split_inside(
     values_outside: Values,
     are_late: list[bool | None],
     around: Callable[[Callable[..., list[Any]], list[Name], list[tuple[Name, bool]]], Any],
-) -> tuple[list[Step], list[Step]]:
+) -> tuple[list[ProgramStep], list[ProgramStep]]:
     """Return the halves of an equation with a program inside that is executed once.
 
     Args:
@@ -223,13 +229,15 @@ def _split_inside(
         if is_late is not None and not (is_late and name in made_late)
     ]
 
-    def half(part: list[Step], results: list[tuple[Name, Name]], last: list[Name]) -> list[Step]:
+    def half(
+        part: list[ProgramStep], results: list[tuple[Name, Name]], last: list[Name]
+    ) -> list[ProgramStep]:
         names = [name for name, _ in results]
         reads = [name for name in reads_of(part, [*names, *last]) if name not in values_outside]
         function = function_of(part, reads, [*names, *last], values_outside)
         flags = [(name, False) for name in names] + [(name, True) for name in last]
         return [
-            Step(
+            ProgramStep(
                 around(function, reads, flags),
                 [outside[name] for name in reads],
                 [out for _, out in results] + [outside[name] for name in last],
@@ -240,7 +248,9 @@ def _split_inside(
     return half(steps.early, early, handed), half(steps.late, late, []) if late else []
 
 
-def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step], list[Step]]:
+def _split_loop(
+    equation: Any, are_late: list[bool | None]
+) -> tuple[list[ProgramStep], list[ProgramStep]]:
     """Return the halves of a `scan`; what is handed over is stacked over its turns."""
     params = equation.params
     inner, loop_constants = open_program(params["jaxpr"])
@@ -270,7 +280,7 @@ def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
     handed = [name for name in reads_of(steps.late, late_names) if name not in names_known]
     markers = {name: Handed(name, params["length"]) for name in handed}
 
-    def half(part: list[Step], late: bool, last: list[Name]) -> list[Step]:
+    def half(part: list[ProgramStep], late: bool, last: list[Name]) -> list[ProgramStep]:
         carries = loop_values[late]
         places = [place for place, kind in enumerate(kinds) if kind is late]
         results = [inner.outvars[place] for place in places] + last
@@ -301,7 +311,7 @@ def _split_loop(equation: Any, are_late: list[bool | None]) -> tuple[list[Step],
         names = [*same, *carries, *turns]
         inputs = [markers[name] if late and name in markers else outside[name] for name in names]
         outputs = [equation.outvars[place] for place in places] + [markers[name] for name in last]
-        return [Step(run, inputs, outputs, has_product=True)]
+        return [ProgramStep(run, inputs, outputs, has_product=True)]
 
     return half(steps.early, False, handed), half(steps.late, True, []) if late_names else []
 

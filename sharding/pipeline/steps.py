@@ -26,7 +26,7 @@ PRODUCTS = frozenset(
 """Primitives of products and kernels."""
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """Part of a program: an equation, or a half of one."""
 
     run: Callable[..., list[Any]]
@@ -40,8 +40,8 @@ class Step(NamedTuple):
 class Steps:
     """Halves of a program."""
 
-    early: list[Step]
-    late: list[Step]
+    early: list[ProgramStep]
+    late: list[ProgramStep]
 
     @property
     def made_late(self) -> set[Name]:
@@ -54,7 +54,7 @@ class Steps:
         return reads_of(self.late)
 
 
-def begin_with_products(early: list[Step], late: list[Step]) -> Steps:
+def begin_with_products(early: list[ProgramStep], late: list[ProgramStep]) -> Steps:
     """Move late steps to the first half that wait for no product.
 
     The first half has their inputs already. A step before a product stays, if more would be handed
@@ -77,7 +77,7 @@ def begin_with_products(early: list[Step], late: list[Step]) -> Steps:
     return Steps(early, remaining)
 
 
-def whole(equation: Any) -> Step:
+def whole(equation: Any) -> ProgramStep:
     """Return an equation as a step."""
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)
@@ -87,7 +87,7 @@ def whole(equation: Any) -> Step:
             made = primitive.bind(*values, **params)
         return list(made) if primitive.multiple_results else [made]
 
-    return Step(run, equation.invars, equation.outvars, _has_product(equation))
+    return ProgramStep(run, equation.invars, equation.outvars, _has_product(equation))
 
 
 def open_program(program: Any) -> tuple[Any, Values]:
@@ -141,7 +141,7 @@ def variables(names: Iterable[Name]) -> Iterable[Name]:
     return (name for name in names if not isinstance(name, Literal))
 
 
-def reads_of(steps: list[Step], results: Iterable[Name] = ()) -> list[Name]:
+def reads_of(steps: list[ProgramStep], results: Iterable[Name] = ()) -> list[Name]:
     """Return the names of values that steps, or results, read and no step makes."""
     made = {name for step in steps for name in step.outputs}
     read = [name for step in steps for name in variables(step.inputs)]
@@ -150,7 +150,7 @@ def reads_of(steps: list[Step], results: Iterable[Name] = ()) -> list[Name]:
 
 
 def function_of(
-    steps: list[Step],
+    steps: list[ProgramStep],
     inputs: Sequence[Name],
     results: Sequence[Name],
     constants: Mapping[Name, Any],

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sharding.pipeline.schedule import KINDS, Kind, Paths, Schedule, Work
+from sharding.pipeline.schedule import KINDS, Kind, Paths, Schedule, StageWork
 
 
 def from_times(
@@ -30,11 +30,11 @@ def from_times(
     Raises:
         ValueError: See `Schedule.check`.
     """
-    rows: list[list[list[Work]]] = [
+    rows: list[list[list[StageWork]]] = [
         [[] for _ in range(stages)] for _ in range(max(times.values(), default=-1) + 1)
     ]
     for (kind, stage, chunk, micro), tick in times.items():
-        rows[tick][stage].append(Work(kind, chunk, micro))
+        rows[tick][stage].append(StageWork(kind, chunk, micro))
     ticks = tuple(
         tuple(tuple(sorted(works, key=lambda work: KINDS.index(work.kind))) for works in row)
         for row in rows

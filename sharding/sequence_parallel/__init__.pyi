@@ -14,7 +14,7 @@ from sharding.sequence_parallel.cached import CACHE_AXES as CACHE_AXES
 from sharding.sequence_parallel.cached import KVCache as KVCache
 from sharding.sequence_parallel.cached_latent import LATENT_CACHE_AXES as LATENT_CACHE_AXES
 from sharding.sequence_parallel.cached_latent import attend_latent as attend_latent
-from sharding.sequence_parallel.form import Choice as Choice
+from sharding.sequence_parallel.form import FormChoice as FormChoice
 from sharding.sequence_parallel.form import SequenceForm as SequenceForm
 from sharding.sequence_parallel.form import SequenceParallelism as SequenceParallelism
 from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules

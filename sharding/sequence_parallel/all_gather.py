@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import jax
 from jaxtyping import Array
 
-from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm
+from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm
 from sharding.sequence_parallel.local_attention import (
     HeldTokens,
     Seen,
@@ -43,14 +43,14 @@ class AllGatherKVConfig(SequenceForm):
         """Return attention of the queries held here over gathered keys."""
         return attend_gathered(inputs, self)
 
-    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         del is_backward
         n = sizes.ranks
         # Half of it each way round, from neighbour to neighbour.
         shard = 2 * sizes.local_tokens * sizes.local_kv_heads * sizes.head_dim * sizes.itemsize
         for step in (1, -1):
             pairs = tuple((rank, (rank + step) % n) for rank in range(n))
-            yield Message((n - 1) * shard / 2, pairs)
+            yield RingMessage((n - 1) * shard / 2, pairs)
 
     def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
         """Return one message for keys and one for values to every other rank."""

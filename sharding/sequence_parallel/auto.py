@@ -23,7 +23,7 @@ from typing import ClassVar, get_args
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention.schedule import Form
 from sharding.sequence_parallel.all_gather import AllGatherKVConfig
-from sharding.sequence_parallel.form import Choice, SequenceForm, SequenceParallelism
+from sharding.sequence_parallel.form import FormChoice, SequenceForm, SequenceParallelism
 from sharding.sequence_parallel.none import NoSequenceParallelConfig
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
@@ -41,12 +41,12 @@ class AutoSequenceParallelConfig(SequenceParallelism):
     links: Links = "torus"
     """Links between the devices of mesh.seq: to neighbours in a ring (TPU), or a switch (GPU)."""
 
-    def choose(self, sizes: AttentionSizes) -> Choice:
+    def choose(self, sizes: AttentionSizes) -> FormChoice:
         """Return the form for an attention layer, and the reason."""
         return choose(sizes, self.links)
 
 
-def choose(sizes: AttentionSizes, links: Links = "torus") -> Choice:
+def choose(sizes: AttentionSizes, links: Links = "torus") -> FormChoice:
     """Return the form for an attention layer, and the reason.
 
     Args:
@@ -54,7 +54,7 @@ def choose(sizes: AttentionSizes, links: Links = "torus") -> Choice:
         links: Links between the devices that share a sequence.
     """
     if sizes.ranks == 1:
-        return Choice(
+        return FormChoice(
             config=NoSequenceParallelConfig(),
             reason="none: every device holds whole sequences",
             bytes={},
@@ -76,7 +76,7 @@ def choose(sizes: AttentionSizes, links: Links = "torus") -> Choice:
         f"{choice}: {why}; per layer and sequence the busiest link ({links}) carries"
         f" {', '.join(loads_in_words[name] for name in order)}"
     )
-    return Choice(config=forms[choice], reason=reason, bytes=loads)
+    return FormChoice(config=forms[choice], reason=reason, bytes=loads)
 
 
 def candidates(sizes: AttentionSizes, links: Links) -> dict[str, SequenceForm]:

@@ -31,7 +31,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.fold import MoEMesh
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import Cut, HeldAttention, Message, SequenceForm
+from sharding.sequence_parallel.form import Cut, HeldAttention, RingMessage, SequenceForm
 from sharding.sequence_parallel.local_attention import Seen, attend_locally
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
@@ -104,7 +104,7 @@ class LevelsConfig(SequenceForm):
         branches = [functools.partial(branch, degree) for degree in self.degrees(ranks)]
         return jax.lax.switch(inputs.level, branches, arrays)
 
-    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         """Yield the messages of the highest level."""
         return _RING.messages(sizes, is_backward=is_backward)
 

@@ -23,7 +23,7 @@ from sharding.sequence_parallel.local_attention import AttentionRules, HeldToken
 from sharding.sequence_parallel.sizes import AttentionSizes
 
 
-class Message(NamedTuple):
+class RingMessage(NamedTuple):
     """One message of equal size between some pairs of ranks."""
 
     bytes: float
@@ -40,7 +40,7 @@ class SequenceParallelism(abc.ABC):
     """Name in configs and flags."""
 
     @abc.abstractmethod
-    def choose(self, sizes: AttentionSizes) -> Choice:
+    def choose(self, sizes: AttentionSizes) -> FormChoice:
         """Return the form that runs, and the reason.
 
         Args:
@@ -86,10 +86,10 @@ class SequenceForm(SequenceParallelism):
     layout: SequenceLayout
     """Which tokens a device holds."""
 
-    def choose(self, sizes: AttentionSizes) -> Choice:
+    def choose(self, sizes: AttentionSizes) -> FormChoice:
         """Return this form; its name is the reason."""
         del sizes
-        return Choice(config=self, reason=self.name, bytes={})
+        return FormChoice(config=self, reason=self.name, bytes={})
 
     def ring_ranks(self, ranks: int) -> int:
         """Return the parts in which tokens are laid out.
@@ -171,7 +171,7 @@ class SequenceForm(SequenceParallelism):
             The output and, if observed, the watched logits.
         """
 
-    def messages(self, sizes: AttentionSizes, *, is_backward: bool) -> Iterator[Message]:
+    def messages(self, sizes: AttentionSizes, *, is_backward: bool) -> Iterator[RingMessage]:
         """Yield every message of one layer.
 
         Args:
@@ -180,7 +180,7 @@ class SequenceForm(SequenceParallelism):
         """
         return iter(()) if sizes.ranks == 1 else self._messages(sizes, is_backward)
 
-    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         """Yield every message between more than one rank."""
         del sizes, is_backward
         return iter(())
@@ -196,7 +196,7 @@ class SequenceForm(SequenceParallelism):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class FormChoice:
     """A form and the reason for it."""
 
     config: SequenceForm

@@ -20,7 +20,7 @@ from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.ring_attention.schedule import Form, make_schedule
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, ring_axis
+from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, ring_axis
 from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.sizes import AttentionSizes
 
@@ -82,7 +82,7 @@ class RingConfig(SequenceForm):
         arguments = ring_arguments(self, inputs, axis)
         return ring_attention(*inputs[:3], directions=self.directions, **arguments)
 
-    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         form, reach = self._schedule_form(sizes)
         schedule = make_schedule(sizes.ranks, form, directions=self.directions, reach=reach)
         values = sizes.local_tokens * sizes.local_kv_heads * 2 * sizes.head_dim
@@ -90,9 +90,9 @@ class RingConfig(SequenceForm):
         for route in schedule.routes:
             for step in route.steps:
                 for hop in step.keys:
-                    yield Message(values * sizes.itemsize, hop.pairs)
+                    yield RingMessage(values * sizes.itemsize, hop.pairs)
                 for hop in step.gradients if is_backward else ():
-                    yield Message(values * 4, hop.pairs)
+                    yield RingMessage(values * 4, hop.pairs)
 
     def _schedule_form(self, sizes: AttentionSizes) -> tuple[Form, int | None]:
         """Return the form of the kernel's schedule, and how many ranks back keys are needed."""

@@ -17,9 +17,9 @@ from jaxtyping import Array
 from pallas_kernels import token_ring_attention
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.sequence_layout import SequenceLayout
-from pallas_kernels.token_ring_attention.schedule import Form, Schedule, Visits
+from pallas_kernels.token_ring_attention.schedule import Form, TokenRingSchedule, Visits
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, ring_axis
+from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, ring_axis
 from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.ring import ring_arguments
 from sharding.sequence_parallel.sizes import AttentionSizes
@@ -55,11 +55,11 @@ class TokenRingConfig(SequenceForm):
         out = token_ring_attention(*inputs[:3], form=self.form, **arguments)
         return out, observe_gathered(inputs, self)
 
-    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         visits: Visits = "every"
         if sizes.is_causal:
             visits = "later" if self.layout == "contiguous" else "halves"
-        schedule = Schedule(ranks=sizes.ranks, visits=visits, form=self.form)
+        schedule = TokenRingSchedule(ranks=sizes.ranks, visits=visits, form=self.form)
         rows = sizes.local_tokens * sizes.local_heads / len(schedule.pieces)
         width, itemsize = sizes.head_dim, sizes.itemsize
         is_running = self.form == "co_travelling"
@@ -69,5 +69,5 @@ class TokenRingConfig(SequenceForm):
             out, back = width * itemsize, width * (4 if is_running else itemsize) + 4
         for step in range(sizes.ranks):
             for piece in schedule.pieces:
-                yield Message(rows * out, schedule.hop(step, piece))
-                yield Message(rows * back, schedule.homeward(step, piece))
+                yield RingMessage(rows * out, schedule.hop(step, piece))
+                yield RingMessage(rows * back, schedule.homeward(step, piece))

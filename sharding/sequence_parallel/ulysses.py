@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.sequence_layout import SequenceLayout
-from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, gather_tokens
+from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, gather_tokens
 from sharding.sequence_parallel.local_attention import (
     Seen,
     attend_locally,
@@ -97,12 +97,14 @@ class UlyssesConfig(SequenceForm):
             name: jnp.concatenate([seen[name] for _, seen in parts], axis=1) for name in parts[0][1]
         }
 
-    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         del is_backward
         heads = 2 * sizes.local_heads + 2 * sizes.local_kv_heads
         local = sizes.local_tokens * sizes.head_dim * sizes.itemsize * heads
         ranks = range(sizes.ranks)
-        yield Message(local / sizes.ranks, tuple((i, j) for i in ranks for j in ranks if i != j))
+        yield RingMessage(
+            local / sizes.ranks, tuple((i, j) for i in ranks for j in ranks if i != j)
+        )
 
     def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
         """Return four messages to every other rank for each chunk."""

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import HeldAttention, Message, SequenceForm, gather_tokens
+from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, gather_tokens
 from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
@@ -126,7 +126,7 @@ class UlyssesRingConfig(SequenceForm):
         self.check_pieces({axis: jax.lax.axis_size(axis) for axis in axes})
         return axes[0], axes[1]
 
-    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[Message]:
+    def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         """Yield exchanges within groups of neighbours, and rings across groups."""
         inner, groups = self.ulysses, range(sizes.ranks // self.ulysses)
         members = range(inner)
@@ -134,11 +134,11 @@ class UlyssesRingConfig(SequenceForm):
         part = dataclasses.replace(sizes, ranks=inner, length=length, is_causal=False)
         for message in UlyssesConfig().messages(part, is_backward=is_backward):
             pairs = ((g * inner + i, g * inner + j) for g in groups for i, j in message.pairs)
-            yield Message(message.bytes, tuple(pairs))
+            yield RingMessage(message.bytes, tuple(pairs))
         ring = dataclasses.replace(sizes, ranks=len(groups), sequences=sizes.sequences / inner)
         for message in self.ring.messages(ring, is_backward=is_backward):
             pairs = ((i * inner + u, j * inner + u) for u in members for i, j in message.pairs)
-            yield Message(message.bytes, tuple(pairs))
+            yield RingMessage(message.bytes, tuple(pairs))
 
     def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
         """Return four messages within the group, and those of the ring."""

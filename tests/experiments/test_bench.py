@@ -41,7 +41,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def one_of_each(monkeypatch):
     """Shrink products as far as possible."""
-    small = bench_products.Sizes("small", 16, 8, 2, (2,), (64,), 8, 2, "float32")
+    small = bench_products.ProductSizes("small", 16, 8, 2, (2,), (64,), 8, 2, "float32")
     monkeypatch.setattr(bench_products, "SMALL", small)
     pairs = {name: bench_products.PAIRS[name] for name in ("w8a8", "w4a16")}
     monkeypatch.setattr(bench_products, "PAIRS", pairs)
@@ -256,7 +256,7 @@ def test_refused_candidate_is_a_row(monkeypatch, one_of_each):
         raise ValueError("no such product")
 
     monkeypatch.setattr(bench_products, "quantized_matmul", refuse)
-    limits = bench_products.Limits(dict.fromkeys(("float32", "int8"), 1e9), 1e9)
+    limits = bench_products.ProductLimits(dict.fromkeys(("float32", "int8"), 1e9), 1e9)
     rows = list(bench_products._quantised(bench_products.SMALL, limits, 1, None))
     assert {row["reason"] for row in rows if row["candidate"] == "w8a8"} == {"no such product"}
     assert all(row["seconds"] > 0 for row in rows if row["candidate"] == "dense")

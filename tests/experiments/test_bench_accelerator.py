@@ -11,14 +11,14 @@ import pytest
 from experiments.bench import __main__ as bench
 from experiments.bench.accelerator import command
 from experiments.bench.accelerator.profiled import kind_of
-from experiments.bench.accelerator.schedule import Part, run_alone, run_together
+from experiments.bench.accelerator.schedule import BenchPart, run_alone, run_together
 
 PART = "tests.support.accelerator_part"
 
 
 def part_of(fault, **fields):
     fields = {"seconds": 60, "compile_seconds": 60} | fields
-    return Part(name=fault, module=PART, line="", options={"fault": fault}, **fields)
+    return BenchPart(name=fault, module=PART, line="", options={"fault": fault}, **fields)
 
 
 def outcomes_of(parts, directory, *, seconds=120.0):

@@ -15,7 +15,7 @@ from experiments.studies.gates import command as gates
 from experiments.studies.gates.config import GatesConfig, Point, model_of, points_of
 from experiments.studies.gates.table import LEGEND, TABLES, rows_of, verdicts
 from experiments.studies.gates.trial import GatePrograms, load_task
-from experiments.studies.study import StoppedError
+from experiments.studies.study import StudyStoppedError
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 
 TINY = (
@@ -69,7 +69,7 @@ def test_the_same_command_continues(finished, capsys):
 def test_a_signal_leaves_a_summary(monkeypatch, tmp_path):
     def stopped(config, point, task, stop):
         stop.reason = "preempted"
-        raise StoppedError
+        raise StudyStoppedError
 
     monkeypatch.setattr(gates, "run_trial", stopped)
     assert gates.main([*TINY, "--run.directory", str(tmp_path / "run")]) == 75

@@ -11,7 +11,7 @@ import pytest
 from experiments.studies.outer import command as outer
 from experiments.studies.outer.config import FITTED, METHODS, OuterConfig, replicas_of, run_of
 from experiments.studies.outer.table import LEGEND, TABLE, as_bytes, rows_of
-from experiments.studies.study import StoppedError
+from experiments.studies.study import StudyStoppedError
 from jaxmoe.run.plan import make_plan
 from jaxmoe.training.replicas import REPLICAS
 
@@ -105,7 +105,7 @@ def test_a_worker_alone_and_workers_on_devices_of_their_own(finished, tmp_path):
 def test_a_signal_leaves_a_summary(monkeypatch, tmp_path):
     def stopped(config, name, task, stop):
         stop.reason = "preempted"
-        raise StoppedError
+        raise StudyStoppedError
 
     monkeypatch.setattr(outer, "run_trial", stopped)
     monkeypatch.setattr(outer.OuterStudy, "_task", None)

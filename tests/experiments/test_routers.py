@@ -16,18 +16,18 @@ from experiments.cli.tables import paired_interval
 from experiments.studies.routers import command as routers
 from experiments.studies.routers import trial as routers_trial
 from experiments.studies.routers.config import RoutersConfig, model_of
-from experiments.studies.routers.data import Task
+from experiments.studies.routers.data import RoutersTask
 from experiments.studies.routers.table import TABLE, rows_of
 from experiments.studies.routers.trial import earlier_logits_hold
-from experiments.studies.study import StoppedError
+from experiments.studies.study import StudyStoppedError
 from jaxmoe.data import Batch
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.routing import (
     METHODS,
     LoadBalanceConfig,
-    Method,
     RouterStatistics,
+    RoutingMethod,
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
 )
@@ -56,10 +56,12 @@ class LeakyConfig(SoftmaxTopKConfig):
 
 
 def method(router, **parts):
-    return Method(router=router, gate=SoftmaxGateConfig(), balancers=(), source="test", **parts)
+    return RoutingMethod(
+        router=router, gate=SoftmaxGateConfig(), balancers=(), source="test", **parts
+    )
 
 
-PARTS = Method.parts
+PARTS = RoutingMethod.parts
 NAMES = ("mixtral", "leaky", "wrong")
 
 
@@ -78,7 +80,9 @@ def methods():
         for name, row in added.items():
             patch.setitem(METHODS, name, row)
         patch.setattr(
-            Method, "parts", lambda self: PARTS(self) | ({"top_k": 9} if self == wrong else {})
+            RoutingMethod,
+            "parts",
+            lambda self: PARTS(self) | ({"top_k": 9} if self == wrong else {}),
         )
         yield
 
@@ -195,7 +199,7 @@ def test_steps_that_are_not_finite_are_a_row(monkeypatch):
         loss_weights=np.ones((1, 4), np.float32),
     )
     given = {"training": ((batch,) * 3,), "held_out": (batch,)}
-    tasks = {name: Task(name=name, **given) for name in ("corpus", "languages")}
+    tasks = {name: RoutersTask(name=name, **given) for name in ("corpus", "languages")}
     monkeypatch.setattr(routers_trial, "RouterPrograms", SpoiltPrograms)
     monkeypatch.setattr(routers_trial, "_time_beside", lambda *given: 1.0)
     record, _ = routers_trial.run_trial(
@@ -209,7 +213,7 @@ def test_steps_that_are_not_finite_are_a_row(monkeypatch):
     # A signal ends the trial, and nothing of it is kept.
     stop = StopRequest()
     stop.reason = "preempted"
-    with pytest.raises(StoppedError):
+    with pytest.raises(StudyStoppedError):
         routers_trial.run_trial(config, "switch", "autoregressive", tasks, lambda: None, stop)
 
 
@@ -232,7 +236,7 @@ def test_equal_active_flops():
     for top_k in (1, 2, 3, 8):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(METHODS, "mixtral", patched)
-            patch.setattr(Method, "parts", lambda self, k=top_k: PARTS(self) | {"top_k": k})
+            patch.setattr(RoutingMethod, "parts", lambda self, k=top_k: PARTS(self) | {"top_k": k})
             layer = model_of(config, "mixtral", "autoregressive").moe
         assert (layer.top_k, layer.top_k * layer.expert_dim) == (top_k, 96)
     assert not model_of(config, "mixtral", "masked_diffusion").attention.is_causal

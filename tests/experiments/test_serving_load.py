@@ -16,7 +16,7 @@ from experiments.serving.__main__ import main
 from jaxmoe.contrib.serving_lab.client import Client
 from jaxmoe.contrib.serving_lab.load import prompt_of, report_load, send_load
 from jaxmoe.contrib.serving_lab.simulation.workload import GammaConfig, SessionsConfig
-from jaxmoe.serve.requests import Objective
+from jaxmoe.serve.requests import LatencyObjective
 from tests.support.endpoint import Speller, serving
 
 SMALL = ("--workload.prompt_median", "20", "--workload.answer_median", "6")
@@ -48,7 +48,7 @@ def test_every_request_is_answered_and_measured(address, tmp_path, capsys):
     assert 16 * 10 <= found["cached_tokens"] < found["prompt_tokens"]
     arrivals = GammaConfig(
         requests=20, rate=200, prompt_median=20, answer_median=6, prefixes=1, prefix_tokens=16
-    ).arrivals(Objective(), 128)
+    ).arrivals(LatencyObjective(), 128)
     assert found["prompt_tokens"] == sum(len(one.request.prompt) for one in arrivals)
     assert found["written_tokens"] == sum(len(one.answer) for one in arrivals)
     printed = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_turns_wait_for_the_turn_before_and_find_its_prompt_in_the_cache():
     workload = SessionsConfig(
         requests=6, rate=50.0, turns=3, pause=0.05, prompt_median=12, answer_median=4
     )
-    arrivals = workload.arrivals(Objective(), 128)
+    arrivals = workload.arrivals(LatencyObjective(), 128)
     threads = threading.active_count()
     with serving() as (address, _, _):
         sent = send_load(Client(address), arrivals, {"seed": 0}, vocab=256, connections=2)
@@ -84,7 +84,7 @@ def test_turns_wait_for_the_turn_before_and_find_its_prompt_in_the_cache():
 
 def test_waiting_for_a_connection_counts():
     arrivals = GammaConfig(requests=4, rate=1e4, prompt_median=4, answer_median=6).arrivals(
-        Objective(), 64
+        LatencyObjective(), 64
     )
     with serving(Speller(0.01)) as (address, _, _):
         sent = send_load(Client(address), arrivals, {}, vocab=256, connections=1)
@@ -124,7 +124,7 @@ class _Broken(Client):
 
 def test_an_interruption_ends_what_waits_for_the_server():
     arrivals = GammaConfig(requests=2, rate=1e4, prompt_median=4, answer_median=6).arrivals(
-        Objective(), 64
+        LatencyObjective(), 64
     )
     started, threads = time.monotonic(), threading.active_count()
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -207,7 +207,9 @@ def test_the_key_of_the_environment_is_sent(tmp_path, capsys, monkeypatch):
 
 
 def test_equal_beginnings_stay_equal_and_nothing_sent_is_no_load():
-    one, other = GammaConfig(requests=2, prefixes=1, prefix_tokens=8).arrivals(Objective(), 64)
+    one, other = GammaConfig(requests=2, prefixes=1, prefix_tokens=8).arrivals(
+        LatencyObjective(), 64
+    )
     for vocab in (0, 256):
         assert prompt_of(one, vocab)[:8] == prompt_of(other, vocab)[:8]
         assert prompt_of(one, vocab) != prompt_of(other, vocab)

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.studies.programs import Programs
-from experiments.studies.study import StoppedError
+from experiments.studies.programs import StudyPrograms
+from experiments.studies.study import StudyStoppedError
 from experiments.studies.transfer import command as transfer
 from experiments.studies.transfer.arms import ARMS
-from experiments.studies.transfer.axes import AXES, Setting
+from experiments.studies.transfer.axes import AXES, AxisSetting
 from experiments.studies.transfer.budget import FEWEST_STEPS, size_of, timing_cells
 from experiments.studies.transfer.config import TransferConfig, cells_of
 from experiments.studies.transfer.trial import (
@@ -44,7 +44,7 @@ SWEEP = (
     *(*STEPS, "--rates", "0.002", "0.008", "0.032", "--seeds", "2", "--extend", "0"),
     *("--points", "8", "16"),
 )
-SETTING = Setting(
+SETTING = AxisSetting(
     model=ModelConfig(
         attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32),
         moe=MoEConfig(num_experts=8, top_k=2, expert_dim=48, num_shared_experts=1),
@@ -86,13 +86,13 @@ def finished(programs, tmp_path_factory):
     directory = tmp_path_factory.mktemp("transfer") / "run"
     compiled = []
     with pytest.MonkeyPatch.context() as patch:
-        real = Programs.compile
+        real = StudyPrograms.compile
 
         def counted(self, function, *given, options=None):
             compiled.append(getattr(function, "__name__", "?"))
             return real(self, function, *given, options=options)
 
-        patch.setattr(Programs, "compile", counted)
+        patch.setattr(StudyPrograms, "compile", counted)
         patch.setattr(transfer, "SweepPrograms", programs)
         code, summary = run(directory, *SWEEP)
     assert (code, summary["status"]) == (0, "done")
@@ -399,7 +399,7 @@ def test_a_run_that_diverges_is_a_record():
     json.dumps(record, allow_nan=False)
     stop = StopRequest()
     stop.reason = "preempted"
-    with pytest.raises(StoppedError):
+    with pytest.raises(StudyStoppedError):
         transfer.train(Spoilt(), cell, 0.5, 0, Endless(), stop)
 
 

@@ -15,7 +15,7 @@ from experiments import recipes
 from jaxmoe.configs import to_json
 from jaxmoe.contrib.elastic.request import read_resizes
 from jaxmoe.json_bounds import MAX_JSON_BYTES
-from jaxmoe.resilience.goodput import Record, read_ledger
+from jaxmoe.resilience.goodput import StartRecord, read_ledger
 from jaxmoe.resilience.lease import Lease
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -155,7 +155,7 @@ def test_a_lease_with_values_of_other_types_is_taken(directory):
 def test_records_with_values_of_other_types_are_passed_over_or_named(directory):
     event = dataclasses.asdict(Event(event="extended", step=3))
     record = dataclasses.asdict(
-        Record(start=1, began=2.0, first_step=0, step=3, status="done", seconds={"train": 1.0})
+        StartRecord(start=1, began=2.0, first_step=0, step=3, status="done", seconds={"train": 1.0})
     )
     for value in (None, [None], {"a": None}, 1e300):
         for name in event.keys() - {"source", "changes"} | {"changes"}:

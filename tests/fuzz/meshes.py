@@ -40,7 +40,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import BALANCERS, GATES, METHODS, CapacityConfig, SoftmaxGateConfig
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
-from jaxmoe.run.plan import Plan, make_plan
+from jaxmoe.run.plan import RunPlan, make_plan
 from jaxmoe.scaling import PARAMETERIZATIONS
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig
 from jaxmoe.training.state import state_around
@@ -351,7 +351,7 @@ def on_one_device(execution: ExecutionConfig) -> ExecutionConfig:
     )
 
 
-def parameters(plan: Plan, rng: np.random.Generator) -> Any:
+def parameters(plan: RunPlan, rng: np.random.Generator) -> Any:
     """Return parameters of which none has the value of a fresh model."""
 
     def value(row: Any) -> np.ndarray:
@@ -375,7 +375,7 @@ def nudged(params: Any, rng: np.random.Generator, epsilon: float) -> Any:
 class Steps:
     """The compiled steps of a plan on a mesh, or on one device without a mesh."""
 
-    def __init__(self, plan: Plan, execution: ExecutionConfig, mesh: Any):
+    def __init__(self, plan: RunPlan, execution: ExecutionConfig, mesh: Any):
         training = plan.config.training
         self.plan, self.execution, self.mesh = plan, execution, mesh
         self.step = make_train_step(

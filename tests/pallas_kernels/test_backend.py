@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels
 from pallas_kernels import backend
 from pallas_kernels.backend import Choice, Operation, platform
-from pallas_kernels.deferred import Deferred
+from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.interpreter import interpreted
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.operations import OPERATIONS
@@ -235,7 +235,7 @@ def test_wrong_kernels_are_not_chosen(monkeypatch):
 
 def _deferred_in(value):
     """Yield the deferred functions of an implementation, of a partial function of one too."""
-    if isinstance(value, Deferred):
+    if isinstance(value, DeferredProduct):
         yield value
     elif isinstance(value, functools.partial):
         for one in value.keywords.values():

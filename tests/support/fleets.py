@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from jaxmoe.contrib.fleet.dispatch import DispatchConfig, Dispatcher, FleetView, Move
+from jaxmoe.contrib.fleet.dispatch import DispatchConfig, FleetView, Move, RequestDispatcher
 from jaxmoe.contrib.fleet.dispatch.base import Route
 from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.fleet.layouts import Resharding
 from jaxmoe.contrib.fleet.migration import Copy
-from jaxmoe.serve import BATCHING, Facts, Instance, Request, Result, Step
+from jaxmoe.serve import BATCHING, EngineStep, Facts, Instance, Request, Result
 from sharding import MeshConfig
 from tests.support.page_executor import PageExecutor, Streams
 
@@ -33,7 +33,7 @@ class PageWorker:
     def check(self, request: Request) -> None:
         """Take every request."""
 
-    def run(self, step: Step) -> dict[int, Result]:
+    def run(self, step: EngineStep) -> dict[int, Result]:
         """Compute a step."""
         return self.pages.run(step)
 
@@ -101,12 +101,12 @@ class ScriptedConfig(DispatchConfig):
     moves: dict[float, Move] = dataclasses.field(default_factory=dict)
     decode: int | None = None
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy."""
         return _Scripted(self)
 
 
-class _Scripted(Dispatcher):
+class _Scripted(RequestDispatcher):
     def __init__(self, given: ScriptedConfig):
         self._given = given
 
@@ -136,7 +136,7 @@ class Rig:
         self.streams, self.now = Streams(), 0.0
         self.plans: list[tuple[int, Any]] = []
         self.copies: list[tuple[Copy, Any]] = []
-        self.flying: list[tuple[int, Step, dict[int, Result]]] = []
+        self.flying: list[tuple[int, EngineStep, dict[int, Result]]] = []
 
     def submit(self, request: Request) -> None:
         self.streams.add(self.fleet.submit(request, self.now))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of the branches of a conditional."""
 
-from jaxmoe.planning.hlo.collectives import Collective, _Walk, called_by
+from jaxmoe.planning.hlo.collectives import Collective, _CollectiveWalk, called_by
 
 
 def branch_collectives(text: str) -> list[list[Collective]]:
@@ -11,7 +11,7 @@ def branch_collectives(text: str) -> list[list[Collective]]:
     Args:
         text: Text of an HLO module.
     """
-    walk = _Walk(text)
+    walk = _CollectiveWalk(text)
     found = [
         called_by(instruction)
         for computation in walk.computations.values()

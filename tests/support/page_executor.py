@@ -11,7 +11,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jaxmoe.serve import End, Event, Facts, Instance, InstanceView, Plan, Request, Result, Step
+from jaxmoe.serve import (
+    End,
+    EngineStep,
+    Event,
+    Facts,
+    Instance,
+    InstanceView,
+    Plan,
+    Request,
+    Result,
+)
 from jaxmoe.serve.step import Swap
 
 VOCAB = 13
@@ -43,7 +53,7 @@ class PageExecutor:
         self.num_swapped = 0
         self.begun: dict[int, tuple[int, ...]] = {}
 
-    def run(self, step: Step) -> dict[int, Result]:
+    def run(self, step: EngineStep) -> dict[int, Result]:
         size = self.facts.page_size
         for source, target in step.copies:
             for slot in range(size):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from jaxmoe.planning.hlo import called_by, trip_count
-from jaxmoe.planning.hlo.text import Computation, Instruction, Module, parse_module
+from jaxmoe.planning.hlo.text import Computation, HloModule, Instruction, parse_module
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def products(text: str) -> list[Product]:
     return list(_walk(module, module.entry, 1, is_in_branch=False))
 
 
-def _walk(module: Module, name: str, turns: int, *, is_in_branch: bool) -> Iterator[Product]:
+def _walk(module: HloModule, name: str, turns: int, *, is_in_branch: bool) -> Iterator[Product]:
     computation = module.computations.get(name, {})
     for instruction in computation.values():
         if instruction.opcode == "dot":

@@ -126,7 +126,7 @@ def blocks(run) -> None:
     """Attention over a block, and its gradients, beside parcels of several kinds."""
 
     from pallas_kernels.flash_attention import xla
-    from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
+    from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
     from pallas_kernels.flash_attention.mask import Rules, Tokens
     from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
     from pallas_kernels.ring.parcel import Parcel
@@ -137,7 +137,7 @@ def blocks(run) -> None:
     def step(q, k, v, transport):
         kernels = pallas_tpu.KERNELS if transport == "remote_dma" else xla.KERNELS
         links = Links("seq", transport, kernels)
-        operands = Operands(q, k, v, Tokens(None, None, None, None), rules)
+        operands = AttentionOperands(q, k, v, Tokens(None, None, None, None), rules)
         parcels = [
             Parcel(k, tuple((i, (i + 1) % RANKS) for i in range(RANKS))),
             Parcel(v, ((1, 0), (3, 2))),
@@ -171,7 +171,7 @@ def _ring(run, q, k, v) -> None:
     import jax.numpy as jnp
 
     from pallas_kernels.flash_attention import xla
-    from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
+    from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
     from pallas_kernels.flash_attention.mask import Rules, Tokens
     from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring
     from pallas_kernels.ring.remote_dma.ring_forward import attend_ring
@@ -186,12 +186,12 @@ def _ring(run, q, k, v) -> None:
         gather = functools.partial(jax.lax.all_gather, axis_name="seq", axis=1, tiled=True)
         if transport == "remote_dma":
             tokens = Tokens(positions, positions, segment_ids, segment_ids)
-            operands = Operands(q, k, v, tokens, rules)
+            operands = AttentionOperands(q, k, v, tokens, rules)
             out, lse = attend_ring(operands, axis_name="seq")
             gradient = OutGradient(out, lse, softmax_delta(out, out))
             return out, lse, *differentiate_ring(operands, gradient, axis_name="seq")
         tokens = Tokens(positions, gather(positions), segment_ids, gather(segment_ids))
-        operands = Operands(q, gather(k), gather(v), tokens, rules)
+        operands = AttentionOperands(q, gather(k), gather(v), tokens, rules)
         out, lse = xla.attend(operands)
         gradient = OutGradient(out, lse, softmax_delta(out, out))
         d_q, *d_keys = xla.differentiate(operands, gradient)

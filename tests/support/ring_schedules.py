@@ -8,8 +8,8 @@ import numpy as np
 
 from pallas_kernels.array_types import Int
 from pallas_kernels.ring_attention.schedule import Hop
-from pallas_kernels.ring_attention.schedule import Schedule as RingSchedule
-from pallas_kernels.token_ring_attention.schedule import Schedule as TokenRingSchedule
+from pallas_kernels.ring_attention.schedule import RingSchedule as RingSchedule
+from pallas_kernels.token_ring_attention.schedule import TokenRingSchedule as TokenRingSchedule
 from pallas_kernels.token_ring_attention.schedule import statistic_rows
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.simulation import WORKLOADS, ModelSizes, Roofline, Simulation
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve import Facts, Objective
+from jaxmoe.serve import Facts, LatencyObjective
 
 SIZES = ModelSizes(
     num_layers=12,
@@ -46,7 +46,7 @@ FACTS = Facts(
 )
 ONE_LANE = [name for name, one in EVERY_BATCHING.items() if "partitions" not in one.needs]
 """Policies that an executor on pages can run."""
-OBJECTIVE = Objective(ttft=0.5, tpot=0.02)
+OBJECTIVE = LatencyObjective(ttft=0.5, tpot=0.02)
 
 
 def arrivals(name="gamma", objective=OBJECTIVE, **fields):

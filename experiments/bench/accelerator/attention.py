@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.accelerator.candidates import candidate, with_gradients
-from experiments.bench.accelerator.work import Work, run_part
+from experiments.bench.accelerator.work import BenchWork, run_part
 from pallas_kernels import OPERATIONS, flash_attention
 
 
@@ -67,7 +67,7 @@ BACKWARD = 3.5
 """Products of both passes over those of the forward pass."""
 
 
-def attention(work: Work) -> None:
+def attention(work: BenchWork) -> None:
     """Emit the rows of every implementation that runs here, and of cuDNN's."""
     implementations = [
         name

@@ -12,7 +12,7 @@ import jax
 
 from experiments.bench.accelerator.work import (
     FAILURES,
-    Work,
+    BenchWork,
     emit,
     emit_failure,
     median_seconds,
@@ -23,7 +23,7 @@ _SETS = 2
 
 
 def candidate(
-    work: Work,
+    work: BenchWork,
     case: str,
     name: str,
     function: Callable[..., Any],

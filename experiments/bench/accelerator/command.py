@@ -25,28 +25,28 @@ import sys
 import time
 from typing import Any
 
-from experiments.bench.accelerator.schedule import Outcome, Part, run_alone, run_together
+from experiments.bench.accelerator.schedule import BenchPart, PartOutcome, run_alone, run_together
 from experiments.bench.step import BenchRunConfig
 from experiments.cli.output import say
 
 _PLACE = "experiments.bench.accelerator"
 
-PARTS: tuple[Part, ...] = (
-    Part(
+PARTS: tuple[BenchPart, ...] = (
+    BenchPart(
         name="machine",
         module=f"{_PLACE}.machine",
         line="the device, dense products and a copy",
         compile_seconds=120,
         seconds=40,
     ),
-    Part(
+    BenchPart(
         name="proofs",
         module=f"{_PLACE}.proofs",
         line="each kernel beside the reference, value and gradients",
         compile_seconds=200,
         is_measured=False,
     ),
-    Part(
+    BenchPart(
         name="step",
         module=f"{_PLACE}.step",
         line="a training step of OLMoE's width, 4 layers, and where its time goes",
@@ -54,33 +54,33 @@ PARTS: tuple[Part, ...] = (
         seconds=60,
         options={"is_profiled": True},
     ),
-    Part(
+    BenchPart(
         name="torch_step",
         module=f"{_PLACE}.torch_step",
         line="the same in plain PyTorch, compiled",
         seconds=90,
     ),
-    Part(
+    BenchPart(
         name="attention",
         module=f"{_PLACE}.attention",
         line="attention beside cuDNN",
         compile_seconds=200,
         seconds=60,
     ),
-    Part(
+    BenchPart(
         name="grouped",
         module=f"{_PLACE}.grouped",
         line="products of experts",
         compile_seconds=200,
         seconds=60,
     ),
-    Part(
+    BenchPart(
         name="torch_kernels",
         module=f"{_PLACE}.torch_kernels",
         line="PyTorch's products, SDPA and _grouped_mm",
         seconds=40,
     ),
-    Part(
+    BenchPart(
         name="serve",
         module=f"{_PLACE}.serve",
         line="prefill and decode of OLMoE for 1, 8 and 64 requests",
@@ -88,7 +88,7 @@ PARTS: tuple[Part, ...] = (
         seconds=70,
         options={"is_profiled": True},
     ),
-    Part(
+    BenchPart(
         name="runs",
         module=f"{_PLACE}.runs",
         line="pretrain tiny: first step, the CPU's losses, a checkpoint across devices",
@@ -96,7 +96,7 @@ PARTS: tuple[Part, ...] = (
         seconds=60,
         fraction=0.75,
     ),
-    Part(
+    BenchPart(
         name="suite",
         module=f"{_PLACE}.suite",
         line="the tests that need an accelerator",
@@ -104,7 +104,7 @@ PARTS: tuple[Part, ...] = (
         is_measured=False,
         options={"seconds": 200, "workers": 4},
     ),
-    Part(
+    BenchPart(
         name="remat",
         module=f"{_PLACE}.step",
         line="the step with remat full",
@@ -112,7 +112,7 @@ PARTS: tuple[Part, ...] = (
         seconds=40,
         options={"remat": "full"},
     ),
-    Part(
+    BenchPart(
         name="deep",
         module=f"{_PLACE}.step",
         line="the step with 8 layers and remat full",
@@ -121,21 +121,21 @@ PARTS: tuple[Part, ...] = (
         fraction=0.95,
         options={"remat": "full", "layers": 8},
     ),
-    Part(
+    BenchPart(
         name="few_bits",
         module=f"{_PLACE}.few_bits",
         line="products of few bits",
         compile_seconds=200,
         seconds=40,
     ),
-    Part(
+    BenchPart(
         name="transformers_step",
         module=f"{_PLACE}.transformers_peer",
         line="the step in transformers",
         seconds=50,
         options={"work": "step"},
     ),
-    Part(
+    BenchPart(
         name="transformers_serve",
         module=f"{_PLACE}.transformers_peer",
         line="answers of transformers",
@@ -184,7 +184,7 @@ def bench_accelerator(config: AcceleratorBenchConfig) -> dict[str, Any]:
     workers = config.workers or max(1, (os.cpu_count() or 2) // 2)
     summary: dict[str, Any] = {"is_tiny": is_tiny, "minutes": config.minutes, "outcomes": []}
 
-    def keep(outcome: Outcome) -> None:
+    def keep(outcome: PartOutcome) -> None:
         summary["outcomes"].append(dataclasses.asdict(outcome))
         part = directory / "accelerator.json.part"
         part.write_text(json.dumps(summary, indent=1))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.accelerator.candidates import candidate
-from experiments.bench.accelerator.work import Work, run_part
+from experiments.bench.accelerator.work import BenchWork, run_part
 from pallas_kernels import OPERATIONS, quantize, quantized_matmul
 
 SIZES = ((2048, 4096, 4096), (16, 4096, 14336))
@@ -24,7 +24,7 @@ FORMS: dict[str, tuple[str | None, str, int | None]] = {
 """Format of the rows, format of the weights, and the block of the weights' scales."""
 
 
-def few_bits(work: Work) -> None:
+def few_bits(work: BenchWork) -> None:
     """Emit the rows of each form and implementation."""
     for m, k, n in TINY if work.is_tiny else SIZES:
         size = f"{m} x {k} x {n}"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.accelerator.candidates import candidate, with_gradients
-from experiments.bench.accelerator.work import Work, run_part
+from experiments.bench.accelerator.work import BenchWork, run_part
 from pallas_kernels import OPERATIONS, grouped_matmul, grouped_swiglu
 
 
@@ -46,7 +46,7 @@ CASES = (
 TINY = (GroupedCase(words="tiny", rows=256, width=128, hidden=128, groups=4),)
 
 
-def grouped(work: Work) -> None:
+def grouped(work: BenchWork) -> None:
     """Emit the rows of grouped products, their gradients, and whole expert layers."""
     for case in TINY if work.is_tiny else CASES:
         flops = 2.0 * case.rows * case.width * case.hidden

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.accelerator.candidates import candidate
-from experiments.bench.accelerator.work import Work, emit, run_part
+from experiments.bench.accelerator.work import BenchWork, emit, run_part
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
 
-def machine(work: Work) -> None:
+def machine(work: BenchWork) -> None:
     """Emit what the device is, and its limits."""
     started = time.perf_counter()
     device = jax.devices()[0]

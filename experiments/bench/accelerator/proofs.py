@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from experiments.bench.accelerator.work import Work, emit, run_part
+from experiments.bench.accelerator.work import BenchWork, emit, run_part
 from pallas_kernels import OPERATIONS
 from pallas_kernels.backend import Implementation
 from pallas_kernels.proof import CASES, compare
 
 
-def proofs(work: Work) -> None:
+def proofs(work: BenchWork) -> None:
     """Emit a row for each implementation of an operation that has a case."""
     for name, cases in CASES.items():
         for case in cases:
@@ -19,7 +19,7 @@ def proofs(work: Work) -> None:
                     _emit(work, name, case, implementation)
 
 
-def _emit(work: Work, name: str, case: str, implementation: Implementation) -> None:
+def _emit(work: BenchWork, name: str, case: str, implementation: Implementation) -> None:
     verdict = compare(name, implementation, case, scales=(1,) if work.is_tiny else (1, 3, 8))
     is_refused = verdict.error is None and verdict.words.startswith("ValueError")
     row = {"case": f"proof of {name} {case}".strip(), "name": implementation}

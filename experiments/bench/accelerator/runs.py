@@ -13,13 +13,13 @@ import sys
 import time
 from typing import Any
 
-from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+from experiments.bench.accelerator.work import FAILURES, BenchWork, emit, emit_failure, run_part
 
 STEPS, MORE = 20, 4
 _COMPILED = re.compile(r"compiled in ([0-9.]+) s")
 
 
-def runs(work: Work) -> None:
+def runs(work: BenchWork) -> None:
     """Emit a row for the run on this device; beside others also for the CPU, and for resuming."""
     place = pathlib.Path(str(work.options["place"]))
     platform = "cpu" if work.is_tiny else "device"

@@ -27,7 +27,7 @@ _LINES_OF_LOG = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class BenchPart:
     """One part of the benchmark."""
 
     name: str
@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Outcome:
+class PartOutcome:
     """What became of a part in one phase."""
 
     part: str
@@ -76,7 +76,7 @@ class PartProcess:
     """
 
     def __init__(
-        self, part: Part, phase: Phase, directory: pathlib.Path, *, is_tiny: bool, limit: float
+        self, part: BenchPart, phase: Phase, directory: pathlib.Path, *, is_tiny: bool, limit: float
     ):
         self.part, self._limit = part, limit
         self.phase: Phase = phase
@@ -116,7 +116,7 @@ class PartProcess:
         """Seconds since its start."""
         return time.monotonic() - self._started
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> PartOutcome:
         """Return its rows, and why it failed where it did; called once it has ended."""
         seconds, code, error = self.seconds, self._process.returncode, None
         if code == -signal.SIGKILL and seconds >= self._limit:
@@ -124,7 +124,7 @@ class PartProcess:
         elif code:
             lines = self._log.read_text(errors="replace").strip().splitlines()
             error = "\n".join([f"ended with code {code}", *lines[-_LINES_OF_LOG:]])
-        return Outcome(
+        return PartOutcome(
             part=self.part.name,
             phase=self.phase,
             seconds=round(seconds, 1),
@@ -147,13 +147,13 @@ class PartProcess:
 
 
 def run_together(
-    parts: Sequence[Part],
+    parts: Sequence[BenchPart],
     directory: pathlib.Path,
     *,
     is_tiny: bool,
     workers: int,
     until: float,
-) -> Iterator[Outcome]:
+) -> Iterator[PartOutcome]:
     """Run the first phase of parts beside one another, and yield what became of each.
 
     Args:
@@ -179,7 +179,7 @@ def run_together(
                 yield process.outcome()
             time.sleep(0.1)
         for part in waiting:
-            yield Outcome(
+            yield PartOutcome(
                 part=part.name, phase="compile", seconds=0.0, rows=[], error="left out: no time"
             )
     finally:
@@ -188,8 +188,8 @@ def run_together(
 
 
 def run_alone(
-    parts: Sequence[Part], directory: pathlib.Path, *, is_tiny: bool, until: float
-) -> Iterator[Outcome]:
+    parts: Sequence[BenchPart], directory: pathlib.Path, *, is_tiny: bool, until: float
+) -> Iterator[PartOutcome]:
     """Run the measurement of parts one after the other, and yield what became of each.
 
     Args:
@@ -203,7 +203,7 @@ def run_alone(
             continue
         seconds_left = until - time.monotonic()
         if seconds_left < 2.0:
-            yield Outcome(
+            yield PartOutcome(
                 part=part.name, phase="measure", seconds=0.0, rows=[], error="left out: no time"
             )
             continue

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.bench.accelerator.profiled import profile
 from experiments.bench.accelerator.step import model_of
-from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+from experiments.bench.accelerator.work import FAILURES, BenchWork, emit, emit_failure, run_part
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params
@@ -23,7 +23,7 @@ from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.requests import Sampling
 
 
-def serve(work: Work) -> None:
+def serve(work: BenchWork) -> None:
     """Emit a row for each number of requests."""
     prompt, answer = (16, 16) if work.is_tiny else (128, 128)
     model = model_of(2 if work.is_tiny else 16, is_tiny=work.is_tiny)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.accelerator.profiled import profile
-from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+from experiments.bench.accelerator.work import FAILURES, BenchWork, emit, emit_failure, run_part
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.models.config import ModelConfig
@@ -55,7 +55,7 @@ def model_of(num_layers: int, *, is_tiny: bool) -> ModelConfig:
     )
 
 
-def step(work: Work) -> None:
+def step(work: BenchWork) -> None:
     """Emit the row of a step: options `remat`, `layers`, `attention` and `is_profiled`."""
     layers = 2 if work.is_tiny else int(work.options.get("layers", 4))
     remat = work.options.get("remat", "none")
@@ -73,7 +73,7 @@ def step(work: Work) -> None:
         emit(**row)
 
 
-class _Program(NamedTuple):
+class _BenchProgram(NamedTuple):
     """Compiled programs of one case."""
 
     begin: Any
@@ -83,7 +83,7 @@ class _Program(NamedTuple):
     batches: list[Batch]
 
 
-def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
+def _measure(work: BenchWork, row: dict[str, Any], layers: int, remat: Any) -> None:
     batch, length = (2, 64) if work.is_tiny else (4, 4096)
     model = model_of(layers, is_tiny=work.is_tiny)
     execution = ExecutionConfig(
@@ -109,7 +109,7 @@ def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
     if not work.is_measured:
         return
     batches = [_batch(model, number, batch, length) for number in range(BATCHES)]
-    program = _Program(begin, compiled, batches)
+    program = _BenchProgram(begin, compiled, batches)
     seconds, losses = _run(program, STEPS)
     median = float(np.median(seconds[WARM_UP:]))
     flops = flops_per_token(model, parameter_table(model), length) * batch * length
@@ -126,7 +126,7 @@ def _measure(work: Work, row: dict[str, Any], layers: int, remat: Any) -> None:
         row |= _profile(program)
 
 
-def _run(program: _Program, steps: int) -> tuple[list[float], list[float]]:
+def _run(program: _BenchProgram, steps: int) -> tuple[list[float], list[float]]:
     """Return the seconds and the losses of steps from the initial state."""
     state, seconds, losses = program.begin(jax.random.key(0)), [], []
     for number in range(steps):
@@ -139,7 +139,7 @@ def _run(program: _Program, steps: int) -> tuple[list[float], list[float]]:
     return seconds, losses
 
 
-def _profile(program: _Program) -> dict[str, Any]:
+def _profile(program: _BenchProgram) -> dict[str, Any]:
     """Return milliseconds of a step by kind of kernel, and of its longest kernels."""
     state, steps = program.begin(jax.random.key(0)), 2
 

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from experiments.bench.accelerator.work import Work, emit, run_part
+from experiments.bench.accelerator.work import BenchWork, emit, run_part
 
 _LINE = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 _PLACE = "tests/pallas_kernels"
@@ -24,7 +24,7 @@ _PLUGINS = ("-p", "xdist", "-p", "pytest_timeout", "-p", "no:cacheprovider")
 """Plugins that the tests need; others that happen to be installed warn, which is an error here."""
 
 
-def suite(work: Work) -> None:
+def suite(work: BenchWork) -> None:
     """Emit a row for each test that does not pass, and one with the counts."""
     seconds = float(work.options.get("seconds", 150))
     workers = int(work.options.get("workers", 4))

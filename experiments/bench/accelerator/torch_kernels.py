@@ -23,7 +23,7 @@ from experiments.bench.accelerator import attention, grouped
 from experiments.bench.accelerator.torch_step import device_of, wait_for
 from experiments.bench.accelerator.work import (
     FAILURES,
-    Work,
+    BenchWork,
     emit,
     emit_failure,
     median_seconds,
@@ -33,7 +33,7 @@ from experiments.bench.accelerator.work import (
 from jaxmoe.optional import MissingPackageError, require
 
 
-def torch_kernels(work: Work) -> None:
+def torch_kernels(work: BenchWork) -> None:
     """Emit the rows of PyTorch."""
     try:
         torch = require("torch", "hf")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+from experiments.bench.accelerator.work import FAILURES, BenchWork, emit, emit_failure, run_part
 from jaxmoe.optional import MissingPackageError, require
 
 STEPS, WARM_UP, BATCHES = 14, 4, 8
@@ -144,7 +144,7 @@ class PlainModel:
         return x + mixed.view(*x.shape), sizes.experts * share.sum()
 
 
-def torch_step(work: Work) -> None:
+def torch_step(work: BenchWork) -> None:
     """Emit the row of the step: options `remat` and `is_compiled`."""
     remat = work.options.get("remat", "none")
     is_compiled = bool(work.options.get("is_compiled", True))

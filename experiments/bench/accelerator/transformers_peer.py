@@ -16,7 +16,7 @@ from experiments.bench.accelerator.torch_step import (
     device_of,
     wait_for,
 )
-from experiments.bench.accelerator.work import FAILURES, Work, emit, emit_failure, run_part
+from experiments.bench.accelerator.work import FAILURES, BenchWork, emit, emit_failure, run_part
 from jaxmoe.optional import MissingPackageError, require
 
 OLMOE: dict[str, Any] = {
@@ -41,7 +41,7 @@ TINY = OLMOE | {
 }
 
 
-def transformers_peer(work: Work) -> None:
+def transformers_peer(work: BenchWork) -> None:
     """Emit the rows of the step, or of the answers."""
     try:
         torch, transformers = require("torch", "hf"), require("transformers", "hf")
@@ -54,7 +54,9 @@ def transformers_peer(work: Work) -> None:
         _answers(work, torch, transformers)
 
 
-def _model(work: Work, torch: Any, transformers: Any, layers: int, dtype: Any, **more: Any) -> Any:
+def _model(
+    work: BenchWork, torch: Any, transformers: Any, layers: int, dtype: Any, **more: Any
+) -> Any:
     sizes = (TINY if work.is_tiny else OLMOE) | {"num_hidden_layers": layers} | more
     torch.manual_seed(0)
     with torch.device(device_of(torch)):
@@ -66,7 +68,7 @@ def _model(work: Work, torch: Any, transformers: Any, layers: int, dtype: Any, *
         )
 
 
-def _step(work: Work, torch: Any, transformers: Any) -> None:
+def _step(work: BenchWork, torch: Any, transformers: Any) -> None:
     batch, length, layers = (2, 64, 2) if work.is_tiny else (4, 4096, 4)
     name = f"transformers {transformers.__version__}, autocast"
     row: dict[str, Any] = {"case": f"step, {layers} layers, remat none", "name": name}
@@ -105,7 +107,7 @@ def _step(work: Work, torch: Any, transformers: Any) -> None:
         emit(**row)
 
 
-def _answers(work: Work, torch: Any, transformers: Any) -> None:
+def _answers(work: BenchWork, torch: Any, transformers: Any) -> None:
     prompt, answer = (16, 16) if work.is_tiny else (128, 128)
     layers = 2 if work.is_tiny else 16
     model = _model(work, torch, transformers, layers, torch.bfloat16).eval()

@@ -35,7 +35,7 @@ _ROWS = os.dup(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class BenchWork:
     """What a part does."""
 
     phase: Phase = "measure"
@@ -51,14 +51,14 @@ class Work:
         return self.phase == "measure"
 
 
-def run_part(part: Callable[[Work], None]) -> None:
+def run_part(part: Callable[[BenchWork], None]) -> None:
     """Run a part with the work that the command line describes.
 
     Args:
         part: Function that emits rows.
     """
     os.dup2(2, 1)  # what libraries print is no row
-    part(Work(**json.loads(sys.argv[1])))
+    part(BenchWork(**json.loads(sys.argv[1])))
     sys.stderr.flush()
     os._exit(0)  # threads of an engine or of a profiler do not hold it back
 

@@ -22,7 +22,7 @@ from experiments.studies.gates.config import FREE_FIELDS, RECIPES, GatesConfig, 
 from experiments.studies.gates.picture import draw_gates
 from experiments.studies.gates.table import LEGEND, TABLES, TITLES, rows_of, verdicts
 from experiments.studies.gates.trial import GatePrograms, load_task, point_json, run_trial
-from experiments.studies.study import StoppedError, run_study
+from experiments.studies.study import StudyStoppedError, run_study
 from experiments.studies.trials import Record, TrialsFile
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
@@ -58,7 +58,7 @@ class GatesStudy:
                 continue
             try:
                 record = run_trial(self._config, point, self._task, stop)
-            except StoppedError:
+            except StudyStoppedError:
                 break
             record["data"] = self._task.digest
             self._file.append(record)

@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from experiments.studies.data import batches_of, check_vocabulary, digest_of, held_out_batches
 from experiments.studies.gates.config import GatesConfig, Point, model_of
-from experiments.studies.programs import RARE, Programs
+from experiments.studies.programs import RARE, StudyPrograms
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged, train
 from jaxmoe.configs import to_json
@@ -71,7 +71,7 @@ def load_task(config: GatesConfig) -> Task:
     return Task(source=source, held_out=held_out, digest=digest_of([source]))
 
 
-class GatePrograms(Programs):
+class GatePrograms(StudyPrograms):
     """Compiled programs of one point.
 
     Args:

@@ -21,11 +21,11 @@ from typing import Any
 from experiments.cli.output import say
 from experiments.studies.data import digest_of
 from experiments.studies.outer.config import BASELINE, FREE_FIELDS, RECIPES, OuterConfig
-from experiments.studies.outer.data import Task, load_task, mesh_of, source_of
+from experiments.studies.outer.data import OuterTask, load_task, mesh_of, source_of
 from experiments.studies.outer.picture import draw_comparison
 from experiments.studies.outer.table import LEGEND, TABLE, rows_of
 from experiments.studies.outer.trial import replicas_json, run_trial
-from experiments.studies.study import StoppedError, run_study
+from experiments.studies.study import StudyStoppedError, run_study
 from experiments.studies.trials import TrialsFile
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
@@ -59,7 +59,7 @@ class OuterStudy:
         self._records = {record["method"]: record for record in self._file.read(self._data)}
 
     @functools.cached_property
-    def _task(self) -> Task:
+    def _task(self) -> OuterTask:
         return load_task(self._config)
 
     def run(self, stop: StopRequest) -> str:
@@ -71,7 +71,7 @@ class OuterStudy:
                 continue
             try:
                 record = run_trial(self._config, name, self._task, stop)
-            except StoppedError:
+            except StudyStoppedError:
                 break
             record["data"] = self._data
             self._file.append(record)

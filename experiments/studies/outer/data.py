@@ -17,7 +17,7 @@ from experiments.studies.outer.config import BASELINE, OuterConfig, run_of
 from experiments.studies.programs import RARE
 from jaxmoe.data import Batch, evaluation_batches
 from jaxmoe.data.synthetic import SyntheticSource
-from jaxmoe.run.plan import Plan, make_plan
+from jaxmoe.run.plan import RunPlan, make_plan
 from jaxmoe.scaling.initialize import init_params
 from jaxmoe.training.evaluate import make_eval_step
 from jaxmoe.training.state import state_around
@@ -28,7 +28,7 @@ Evaluate = Callable[[Any, Any, Batch], tuple[Array, Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class OuterTask:
     """Language, batches and initial values of every seed, and the evaluation."""
 
     source: SyntheticSource
@@ -78,7 +78,7 @@ def mesh_of(config: OuterConfig) -> Mesh:
     return make_mesh(MeshConfig(replica=config.replica), devices[: config.replica])
 
 
-def load_task(config: OuterConfig) -> Task:
+def load_task(config: OuterConfig) -> OuterTask:
     """Return what all methods share.
 
     Raises:
@@ -109,7 +109,7 @@ def load_task(config: OuterConfig) -> Task:
         )
         for number in range(config.seeds)
     )
-    return Task(
+    return OuterTask(
         source=source,
         mesh=mesh,
         training=tuple(batches),
@@ -121,7 +121,7 @@ def load_task(config: OuterConfig) -> Task:
     )
 
 
-def _compile_evaluation(plan: Plan, mesh: Mesh, params: Any, batch: Batch) -> Evaluate:
+def _compile_evaluation(plan: RunPlan, mesh: Mesh, params: Any, batch: Batch) -> Evaluate:
     """Return the compiled evaluation, which is the same for all methods."""
     execution = plan.config.execution
     step: Any = make_eval_step(

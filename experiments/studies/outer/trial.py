@@ -29,8 +29,8 @@ from experiments.studies.outer.config import (
     replicas_of,
     run_of,
 )
-from experiments.studies.outer.data import Task, key_of
-from experiments.studies.programs import RARE, Programs
+from experiments.studies.outer.data import OuterTask, key_of
+from experiments.studies.programs import RARE, StudyPrograms
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged
 from jaxmoe.configs import to_json
@@ -47,7 +47,7 @@ from sharding.distributed import global_batch
 logger = logging.getLogger(__name__)
 
 
-class MethodPrograms(Programs):
+class MethodPrograms(StudyPrograms):
     """Compiled programs of one method, shared by its seeds; used on the mesh of the task.
 
     Args:
@@ -56,7 +56,7 @@ class MethodPrograms(Programs):
         task: What all methods share.
     """
 
-    def __init__(self, config: OuterConfig, name: str, task: Task):
+    def __init__(self, config: OuterConfig, name: str, task: OuterTask):
         run = run_of(config, name)
         plan, training = make_plan(run), run.training
         self._initial = task.params[0], key_of(config, 0)
@@ -115,7 +115,7 @@ def rows_of_batch(batch: Batch, number: int) -> Batch:
     return jax.tree.map(lambda x: x[:number], batch)
 
 
-def run_trial(config: OuterConfig, name: str, task: Task, stop: StopRequest) -> Record:
+def run_trial(config: OuterConfig, name: str, task: OuterTask, stop: StopRequest) -> Record:
     """Run one trial; return its record, as JSON.
 
     Args:
@@ -146,7 +146,9 @@ def replicas_json(config: OuterConfig, name: str) -> Any:
     return to_json(replicas_of(config, name))
 
 
-def _fill(record: Record, config: OuterConfig, name: str, task: Task, stop: StopRequest) -> None:
+def _fill(
+    record: Record, config: OuterConfig, name: str, task: OuterTask, stop: StopRequest
+) -> None:
     """Fill the record: bytes, and training and evaluation of every seed."""
     programs = MethodPrograms(config, name, task)
     training = programs.assembly.plan.config.training
@@ -165,7 +167,7 @@ def _fill(record: Record, config: OuterConfig, name: str, task: Task, stop: Stop
 
 
 def _train(
-    config: OuterConfig, programs: MethodPrograms, task: Task, number: int, stop: StopRequest
+    config: OuterConfig, programs: MethodPrograms, task: OuterTask, number: int, stop: StopRequest
 ) -> Record:
     """Train one seed; `bits` is None where it diverged."""
     assembly = programs.assembly

@@ -31,7 +31,7 @@ from experiments.studies.routers.data import load_tasks
 from experiments.studies.routers.picture import draw_comparison
 from experiments.studies.routers.table import LEGEND, TABLE, TITLES, rows_of
 from experiments.studies.routers.trial import RouterPrograms, moe_json, run_trial
-from experiments.studies.study import StoppedError, run_study
+from experiments.studies.study import StudyStoppedError, run_study
 from experiments.studies.trials import Record, TrialsFile
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
@@ -73,7 +73,7 @@ class RoutersStudy:
                 if record["status"] == "no ticket":
                     self._trial(self._config.baseline, "masked_diffusion", stop)
                     self._trial(name, "masked_diffusion", stop)
-            except StoppedError:
+            except StudyStoppedError:
                 break
             if stop.reason is not None:
                 break

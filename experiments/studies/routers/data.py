@@ -28,7 +28,7 @@ Batches = tuple[Batch, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class RoutersTask:
     """One kind of data: training batches of each seed, and the held-out batches of all."""
 
     name: str
@@ -43,7 +43,7 @@ class Task:
     """Exact entropy in bits by objective, where it is known."""
 
 
-def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
+def load_tasks(config: RoutersConfig) -> tuple[dict[str, RoutersTask], str]:
     """Return both tasks by name, and a digest of the data.
 
     Raises:
@@ -60,13 +60,13 @@ def load_tasks(config: RoutersConfig) -> tuple[dict[str, Task], str]:
         raise ValueError("corpus has no bytes, and is to be measured in bits per byte: give text")
     numbers, held_out = _held_out_languages(config, mixtures[0])
     tasks = {
-        "corpus": Task(
+        "corpus": RoutersTask(
             name="corpus",
             training=tuple(tuple(batches_of(corpus, config.training, seed)) for seed in seeds),
             held_out=held_out_batches(corpus, config.training, config.evaluation_batches),
             tokens_per_unit=1.0 / bytes_per_token,
         ),
-        "languages": Task(
+        "languages": RoutersTask(
             name="languages",
             training=tuple(
                 tuple(batches_of(source, config.training, seed))

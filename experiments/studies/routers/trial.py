@@ -32,9 +32,9 @@ import numpy as np
 from jaxtyping import Array
 
 from experiments.bench.measure import in_turns
-from experiments.studies.programs import RARE, Programs
+from experiments.studies.programs import RARE, StudyPrograms
 from experiments.studies.routers.config import ObjectiveName, RoutersConfig, model_of, objective_of
-from experiments.studies.routers.data import Task
+from experiments.studies.routers.data import RoutersTask
 from experiments.studies.trials import Record, finite, has_diverged, train
 from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, normalized_mutual_information
@@ -62,7 +62,7 @@ _TIMED_STEPS = 4
 logger = logging.getLogger(__name__)
 
 
-class RouterPrograms(Programs):
+class RouterPrograms(StudyPrograms):
     """Compiled programs of one method.
 
     Args:
@@ -142,7 +142,7 @@ def run_trial(
     config: RoutersConfig,
     name: str,
     objective: ObjectiveName,
-    tasks: Mapping[str, Task],
+    tasks: Mapping[str, RoutersTask],
     baseline: Callable[[], RouterPrograms],
     stop: StopRequest,
     trace_file: pathlib.Path | None = None,
@@ -191,7 +191,7 @@ def _fill(
     config: RoutersConfig,
     name: str,
     objective: ObjectiveName,
-    tasks: Mapping[str, Task],
+    tasks: Mapping[str, RoutersTask],
     baseline: Callable[[], RouterPrograms],
     stop: StopRequest,
     trace_file: pathlib.Path | None,
@@ -230,7 +230,11 @@ def _fill(
 
 
 def _train(
-    config: RoutersConfig, programs: RouterPrograms, task: Task, number: int, stop: StopRequest
+    config: RoutersConfig,
+    programs: RouterPrograms,
+    task: RoutersTask,
+    number: int,
+    stop: StopRequest,
 ) -> tuple[Record, TrainState]:
     """Train one seed on one kind of data; `bits` is None where it diverged."""
     batches = task.training[number]
@@ -251,7 +255,7 @@ def _train(
 
 
 def _evaluate(
-    config: RoutersConfig, programs: RouterPrograms, task: Task, state: TrainState
+    config: RoutersConfig, programs: RouterPrograms, task: RoutersTask, state: TrainState
 ) -> Record:
     """Return held-out bits, language-expert information, and the experts' share of the FLOPs."""
     arguments = (state.params, state.router_state)

@@ -27,7 +27,7 @@ from jaxmoe.run.config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class AxisSetting:
     """The parts of a trial that an axis changes."""
 
     model: ModelConfig
@@ -40,16 +40,16 @@ class Axis:
 
     words: str
     """Meaning of the value, for `--help`."""
-    apply: Callable[[Setting, float], Setting]
+    apply: Callable[[AxisSetting, float], AxisSetting]
     """Function from a setting and a value to the setting there; raises ValueError when there is
     none."""
-    points: Callable[[Setting], tuple[float, ...]]
+    points: Callable[[AxisSetting], tuple[float, ...]]
     """Values when none are given."""
     is_whole: bool = True
     """Whether values must be whole numbers."""
 
 
-def _moe(setting: Setting, axis: str) -> MoEConfig:
+def _moe(setting: AxisSetting, axis: str) -> MoEConfig:
     if setting.model.moe is None:
         raise ValueError(f"model.moe=none: the axis {axis} needs a mixture of experts")
     return setting.model.moe
@@ -70,7 +70,7 @@ def _in_proportion(field: str, old: int, factor: float, value: float, axis: str)
     return round(new)
 
 
-def _width(setting: Setting, value: float) -> Setting:
+def _width(setting: AxisSetting, value: float) -> AxisSetting:
     model = setting.model
     factor = value / model.embed_dim
 
@@ -110,7 +110,7 @@ def _width(setting: Setting, value: float) -> Setting:
     return dataclasses.replace(setting, model=wide)
 
 
-def _with_moe(setting: Setting, moe: MoEConfig) -> Setting:
+def _with_moe(setting: AxisSetting, moe: MoEConfig) -> AxisSetting:
     """Return the setting with another config of all its MoE layers."""
     layers = tuple(
         dataclasses.replace(layer, feed_forward=moe)
@@ -122,26 +122,26 @@ def _with_moe(setting: Setting, moe: MoEConfig) -> Setting:
     return dataclasses.replace(setting, model=model)
 
 
-def _depth(setting: Setting, value: float) -> Setting:
+def _depth(setting: AxisSetting, value: float) -> AxisSetting:
     number = int(value)
     dense = tuple(layer for layer in setting.model.dense_layers if layer < number)
     model = dataclasses.replace(setting.model, num_layers=number, dense_layers=dense)
     return dataclasses.replace(setting, model=model)
 
 
-def _tokens(setting: Setting, value: float) -> Setting:
+def _tokens(setting: AxisSetting, value: float) -> AxisSetting:
     steps = max(1, round(setting.training.steps * value))
     return dataclasses.replace(setting, training=dataclasses.replace(setting.training, steps=steps))
 
 
-def _batch(setting: Setting, value: float) -> Setting:
+def _batch(setting: AxisSetting, value: float) -> AxisSetting:
     training, size = setting.training, int(value)
     steps = max(1, round(training.steps * training.batch_size / size))
     training = dataclasses.replace(training, steps=steps, batch_size=size)
     return dataclasses.replace(setting, training=training)
 
 
-def _granularity(setting: Setting, value: float) -> Setting:
+def _granularity(setting: AxisSetting, value: float) -> AxisSetting:
     moe, top_k = _moe(setting, "granularity"), int(value)
 
     def scale(field: str, old: int, factor: float) -> int:
@@ -159,13 +159,13 @@ def _granularity(setting: Setting, value: float) -> Setting:
     return _with_moe(setting, new)
 
 
-def _sparsity(setting: Setting, value: float) -> Setting:
+def _sparsity(setting: AxisSetting, value: float) -> AxisSetting:
     moe = _moe(setting, "sparsity")
     new = dataclasses.replace(moe, num_experts=moe.top_k * int(value))
     return _with_moe(setting, new)
 
 
-def _balance(setting: Setting, value: float) -> Setting:
+def _balance(setting: AxisSetting, value: float) -> AxisSetting:
     moe = _moe(setting, "balance")
     if not any(balancer.is_auxiliary_loss for balancer in moe.balancers):
         names = ", ".join(balancer.name for balancer in moe.balancers) or "none"
@@ -181,7 +181,7 @@ def _balance(setting: Setting, value: float) -> Setting:
     return _with_moe(setting, new)
 
 
-def _times(size: Callable[[Setting], float], *factors: float) -> Callable[[Setting], tuple]:
+def _times(size: Callable[[AxisSetting], float], *factors: float) -> Callable[[AxisSetting], tuple]:
     """Return multiples of a size of the setting that are at least 1."""
     return lambda setting: tuple(f * size(setting) for f in factors if f * size(setting) >= 1)
 

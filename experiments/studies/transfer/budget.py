@@ -25,7 +25,7 @@ _TIMED_STEPS = 10 * MOST_PIECE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class StudySizes:
     """Number of steps that a budget allows."""
 
     steps: int
@@ -45,7 +45,7 @@ def size_of(
     cells: Sequence[Cell],
     timed: Mapping[tuple[str, float], tuple[float, float]],
     compiling: float,
-) -> Sizes:
+) -> StudySizes:
     """Return the number of steps that a budget allows, in whole pieces.
 
     Args:
@@ -88,4 +88,4 @@ def size_of(
         " one rate beyond the grid at each point included:"
         f" about {minutes:.0f} minutes"
     )
-    return Sizes(steps=steps, words=sentence)
+    return StudySizes(steps=steps, words=sentence)

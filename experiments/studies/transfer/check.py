@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.cli.output import say
 from experiments.cli.tables import markdown_table, text_table
-from experiments.studies.study import StoppedError, check_stop
+from experiments.studies.study import StudyStoppedError, check_stop
 from experiments.studies.transfer.config import Cell, TransferConfig, cells_of
 from experiments.studies.transfer.coordinates import (
     FALL,
@@ -70,7 +70,7 @@ class CoordinateCheck:
                 is_claimed = self._config.axis in arm.claims
                 passes = self._check_arm(name, mine, is_claimed, stop)
                 is_bad |= is_claimed and not passes
-        except StoppedError:
+        except StudyStoppedError:
             return str(stop.reason)
         return "failed" if is_bad else "done"
 

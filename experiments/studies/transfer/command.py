@@ -26,10 +26,10 @@ import numpy as np
 from experiments.cli import flags
 from experiments.cli.output import say
 from experiments.cli.tables import markdown_table, text_table
-from experiments.studies.study import StoppedError, Study, check_stop, run_study
+from experiments.studies.study import Study, StudyStoppedError, check_stop, run_study
 from experiments.studies.transfer.arms import ARMS
 from experiments.studies.transfer.axes import AXES
-from experiments.studies.transfer.budget import SIZES, Sizes, size_of, timing_cells
+from experiments.studies.transfer.budget import SIZES, StudySizes, size_of, timing_cells
 from experiments.studies.transfer.check import CoordinateCheck
 from experiments.studies.transfer.config import (
     FREE_FIELDS,
@@ -111,10 +111,12 @@ class Sweep:
         self._file = TrialsFile(directory.trials_file)
         self._programs: dict[Any, SweepPrograms] = {}
         self._records: dict[tuple[str, float, float, int], Record] = {}
-        self._sizes: Sizes | None = None
+        self._sizes: StudySizes | None = None
         for record in self._file.read(data.digest):
             if record.get("kind") == SIZES:
-                self._sizes = Sizes(**{f.name: record[f.name] for f in dataclasses.fields(Sizes)})
+                self._sizes = StudySizes(
+                    **{f.name: record[f.name] for f in dataclasses.fields(StudySizes)}
+                )
             else:
                 self._records[_key(record)] = record
         self._cells: tuple[Cell, ...] = ()
@@ -153,7 +155,7 @@ class Sweep:
             for cell in self._cells:
                 for rate in self._rates(cell):
                     self._run_rate(cell, rate, stop)
-        except StoppedError:
+        except StudyStoppedError:
             pass
         return stop.reason or "done"
 

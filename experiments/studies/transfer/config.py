@@ -17,14 +17,14 @@ from typing import Literal
 
 from experiments.studies.study import StudyRunConfig
 from experiments.studies.transfer.arms import ARMS, DEFAULT_ARMS, Arm, own_arm
-from experiments.studies.transfer.axes import AXES, Setting
+from experiments.studies.transfer.axes import AXES, AxisSetting
 from jaxmoe.configs import closest, fingerprint
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import LinearConfig, Optimizer, ScheduleBase
 from jaxmoe.routing import METHODS
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
-from jaxmoe.run.plan import Plan, make_plan
+from jaxmoe.run.plan import RunPlan, make_plan
 from jaxmoe.scaling import BasePoint, ParameterizationBase
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
@@ -136,7 +136,7 @@ class TransferConfig:
     @property
     def chosen_points(self) -> tuple[float, ...]:
         """Values of the axis, rising."""
-        setting = Setting(model=self.model, training=self.training)
+        setting = AxisSetting(model=self.model, training=self.training)
         return tuple(sorted(self.points or AXES[self.axis].points(setting)))
 
     @property
@@ -187,7 +187,7 @@ class Cell:
     config: PretrainConfig
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """Model, parameter table and optimiser."""
         try:
             return make_plan(self.config)
@@ -217,7 +217,7 @@ def cells_of(config: TransferConfig) -> tuple[Cell, ...]:
         ValueError: Sizes that do not divide, or an arm that does not fit the model.
     """
     axis, points = AXES[config.axis], config.chosen_points
-    start = Setting(model=config.model, training=config.training)
+    start = AxisSetting(model=config.model, training=config.training)
     settings = {value: axis.apply(start, value) for value in points}
     base = _base_of(config, settings[points[0]])
     cells = tuple(
@@ -243,7 +243,7 @@ def cells_of(config: TransferConfig) -> tuple[Cell, ...]:
     return cells
 
 
-def _base_of(config: TransferConfig, smallest: Setting) -> BasePoint:
+def _base_of(config: TransferConfig, smallest: AxisSetting) -> BasePoint:
     """Return the base point; numbers that are not given are those of the smallest point."""
     training = smallest.training
     batch_tokens = training.batch_size * training.sequence_length

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array
 
 from experiments.studies.data import check_vocabulary, digest_of, held_out_batches, loader_of
-from experiments.studies.programs import Programs
+from experiments.studies.programs import StudyPrograms
 from experiments.studies.study import check_stop
 from experiments.studies.transfer.config import Cell, TransferConfig
 from experiments.studies.trials import Record, finite, has_diverged, on_device
@@ -91,7 +91,7 @@ def piece_of(steps: int) -> int:
     return next(size for size in range(min(steps, MOST_PIECE), 0, -1) if steps % size == 0)
 
 
-class SweepPrograms(Programs):
+class SweepPrograms(StudyPrograms):
     """Compiled programs of one cell, and of every other cell of the same shape.
 
     Args:

@@ -31,7 +31,7 @@ from jaxmoe.checkpoint.huggingface.describe import check_described, normal_form
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.tokenizer import GENERATION
-from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Piece, pieces_of, state_table
+from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, TensorPiece, pieces_of, state_table
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import ModelConfig
@@ -106,7 +106,7 @@ def to_huggingface(
     arrays = _arrays(model, params, router_state)
     if experts == "stacked" and chosen is OWN:
         raise CheckpointError(f"{modeling.FILE} has a module for each expert: experts='each'")
-    source = _Source(model, chosen, arrays, is_stacked=experts == "stacked")
+    source = _ExportSource(model, chosen, arrays, is_stacked=experts == "stacked")
     planned = source.planned(dtype)
     with new_directory(place, sum(tensor.num_bytes for tensor in planned.values())) as partial:
         write_tensors(partial, planned, source.read, max_shard_bytes=max_shard_bytes)
@@ -261,7 +261,7 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
     return arrays
 
 
-class _Source:
+class _ExportSource:
     """Tensors of a family, computed from parameters when they are read."""
 
     def __init__(
@@ -269,7 +269,7 @@ class _Source:
     ):
         rows = (*parameter_table(model), *state_table(model))
         self._arrays = arrays
-        self._parts: dict[str, list[tuple[ParameterSpec, Piece]]] = {}
+        self._parts: dict[str, list[tuple[ParameterSpec, TensorPiece]]] = {}
         names = InMemory() if is_stacked else ()
         pieces = pieces_of(model, rows, family.rules, names)
         for row in rows:
@@ -309,7 +309,7 @@ class _Source:
             tensor[piece.part] = self._part(row, piece)
         return tensor
 
-    def _part(self, row: ParameterSpec, piece: Piece) -> np.ndarray:
+    def _part(self, row: ParameterSpec, piece: TensorPiece) -> np.ndarray:
         """Return the values of a part of a tensor."""
         target, offset = piece.target, None
         if target and isinstance(target[0], int):
@@ -336,12 +336,12 @@ class InMemory:
         return ".experts." in name and ".experts.0." not in name
 
 
-def _part_shape(piece: Piece) -> tuple[int, ...]:
+def _part_shape(piece: TensorPiece) -> tuple[int, ...]:
     """Return the shape of the part of the tensor that a piece fills."""
     return np.broadcast_to(np.float32(), piece.shape)[piece.part].shape  # a view of one value
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: TensorPiece) -> int:
     return int(np.prod(_part_shape(piece)))
 
 

@@ -32,7 +32,7 @@ from jaxmoe.checkpoint.huggingface.peft_config import (
     ADAPTER_CONFIG,
     fields_of,
 )
-from jaxmoe.checkpoint.huggingface.peft_matrices import Factors, Matrix, matrices_of
+from jaxmoe.checkpoint.huggingface.peft_matrices import PeftFactors, PeftMatrix, matrices_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterSpec
@@ -72,7 +72,7 @@ def write_peft(
     """
     adapter = lora_of(model)
     family = family_of_model(plain := dataclasses.replace(model, adapter=None))
-    chosen, every = list[tuple[Matrix, int]](), list[Matrix]()
+    chosen, every = list[tuple[PeftMatrix, int]](), list[PeftMatrix]()
     for row, scales in adapted_rows(model):
         rank = adapter.rank_of(row)
         for matrix in matrices_of(plain, family, row, has_fused_experts=family is not OWN):
@@ -81,7 +81,7 @@ def write_peft(
                 chosen.append((matrix, rank))
     fields = fields_of(adapter, chosen, every, base)
     names = {matrix.name for matrix, _ in chosen if matrix.num_experts is not None}
-    read: dict[str, tuple[Matrix, int]] = {}
+    read: dict[str, tuple[PeftMatrix, int]] = {}
     planned: dict[str, Planned] = {}
     for matrix, rank in chosen:
         keys, shapes = matrix.keys(names), matrix.shapes(rank)
@@ -89,7 +89,7 @@ def write_peft(
         planned |= {key: Planned(s, dtype) for key, s in zip(keys, shapes, strict=True)}
 
     @functools.lru_cache(maxsize=1)
-    def tensors(matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
+    def tensors(matrix: PeftMatrix) -> tuple[np.ndarray, np.ndarray]:
         return matrix.to_tensors(_factors_of(matrix, params))
 
     def values(key: str) -> np.ndarray:
@@ -138,7 +138,7 @@ def adapted_rows(model: ModelConfig) -> list[tuple[ParameterSpec, tuple[float, .
     return found
 
 
-def _factors_of(matrix: Matrix, params: Mapping[str, Any]) -> Factors:
+def _factors_of(matrix: PeftMatrix, params: Mapping[str, Any]) -> PeftFactors:
     """Return the factors of one matrix."""
     down, up = params[f"{matrix.path}:down"], params[f"{matrix.path}:up"]
     if matrix.layer is not None:
@@ -149,6 +149,6 @@ def _factors_of(matrix: Matrix, params: Mapping[str, Any]) -> Factors:
     if matrix.half is not None:
         up = up[..., matrix.half, :]
     rank, batch = down.shape[-1], down.shape[:1] if matrix.num_experts is not None else ()
-    return Factors(
+    return PeftFactors(
         down.reshape(*batch, matrix.fan_in, rank), up.reshape(*batch, rank, matrix.fan_out)
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object, shown
-from jaxmoe.checkpoint.huggingface.peft_matrices import Matrix
+from jaxmoe.checkpoint.huggingface.peft_matrices import PeftMatrix
 from jaxmoe.checkpoint.manifest import CheckpointError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -46,7 +46,7 @@ class PeftFields:
         """Return whether a parameter is among `target_parameters`."""
         return any(name == end or name.endswith(f".{end}") for end in self.parameters)
 
-    def scale_of(self, matrix: Matrix, rank: int) -> float:
+    def scale_of(self, matrix: PeftMatrix, rank: int) -> float:
         """Return the factor of the addition to a matrix.
 
         Args:
@@ -60,7 +60,10 @@ class PeftFields:
 
 
 def fields_of(
-    adapter: LoraConfig, matrices: Iterable[tuple[Matrix, int]], every: Sequence[Matrix], base: str
+    adapter: LoraConfig,
+    matrices: Iterable[tuple[PeftMatrix, int]],
+    every: Sequence[PeftMatrix],
+    base: str,
 ) -> dict[str, Any]:
     """Return the fields of adapter_config.json.
 
@@ -70,7 +73,7 @@ def fields_of(
         every: Matrices of the adapted parameters in all layers, adapted or not.
         base: Path or name of the adapted model; empty if it is in no such files.
     """
-    adapted, untargeted = list(matrices), list[Matrix]()
+    adapted, untargeted = list(matrices), list[PeftMatrix]()
     names = {matrix.name for matrix, _ in adapted}
     untargeted = [matrix for matrix in every if matrix.name not in names]
     modules = sorted({matrix.target for matrix, _ in adapted if not matrix.is_parameter})

@@ -37,7 +37,7 @@ from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import plain_file
 from jaxmoe.checkpoint.huggingface.peft import TENSORS, adapted_rows, family_of_model, lora_of
 from jaxmoe.checkpoint.huggingface.peft_config import PeftFields, read_peft_fields
-from jaxmoe.checkpoint.huggingface.peft_matrices import PREFIX, Factors, Matrix, matrices_of
+from jaxmoe.checkpoint.huggingface.peft_matrices import PREFIX, PeftFactors, PeftMatrix, matrices_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import ModelConfig
@@ -84,7 +84,7 @@ def read_peft(
         )
     tensors = dict(open_tensors(plain_file(place, TENSORS)))
     table = parameter_table(model)
-    read_keys, found = set[str](), dict[str, list[tuple[Matrix, Factors, float]]]()
+    read_keys, found = set[str](), dict[str, list[tuple[PeftMatrix, PeftFactors, float]]]()
     for row in table:
         if row.declaration.matrix is None or row.declaration.role == "embedding":
             continue
@@ -145,7 +145,7 @@ def _copies(
     return set(found)
 
 
-def _fused_names(matrix: Matrix, fields: PeftFields) -> set[str]:
+def _fused_names(matrix: PeftMatrix, fields: PeftFields) -> set[str]:
     """Return the parameters of the experts of a matrix's layer that are adapted."""
     block = matrix.name.rpartition(".")[0]
     names = {f"{block}.gate_up_proj", f"{block}.down_proj"}
@@ -158,9 +158,9 @@ def _present(
     row: ParameterSpec,
     fields: PeftFields,
     tensors: Mapping[str, Any],
-) -> list[Matrix]:
+) -> list[PeftMatrix]:
     """Return the matrices of a parameter that have tensors, as modules or as all experts."""
-    matrices: dict[tuple[str, str], Matrix] = {}
+    matrices: dict[tuple[str, str], PeftMatrix] = {}
     for has_fused in (False, True) if family is not OWN else (False,):
         for matrix in matrices_of(model, family, row, has_fused_experts=has_fused):
             names = _fused_names(matrix, fields)
@@ -177,7 +177,7 @@ def _present(
     return list(matrices.values())
 
 
-def _rank_of(matrix: Matrix, keys: tuple[str, str], down: np.ndarray, up: np.ndarray) -> int:
+def _rank_of(matrix: PeftMatrix, keys: tuple[str, str], down: np.ndarray, up: np.ndarray) -> int:
     """Return the rank of tensors, or raise if their shapes or values are wrong."""
     rank = max(1, down.shape[0] // (matrix.num_experts or 1)) if down.ndim == 2 else 1
     shapes = matrix.shapes(rank)
@@ -204,7 +204,7 @@ def _check_known(place: pathlib.Path, tensors: Mapping[str, Any], read_keys: set
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
+class _MatrixPart:
     """Factors of one layer of a parameter, of one expert or of all."""
 
     layer: int | None
@@ -216,9 +216,11 @@ class _Part:
     scale: float
 
 
-def _merge(row: ParameterSpec, triples: Iterable[tuple[Matrix, Factors, float]]) -> list[_Part]:
+def _merge(
+    row: ParameterSpec, triples: Iterable[tuple[PeftMatrix, PeftFactors, float]]
+) -> list[_MatrixPart]:
     """Return the factors of one parameter, with the halves of gate_up as one."""
-    by_place: dict[tuple[int | None, int | None], list[tuple[Matrix, Factors, float]]] = {}
+    by_place: dict[tuple[int | None, int | None], list[tuple[PeftMatrix, PeftFactors, float]]] = {}
     for matrix, factors, scale in triples:
         by_place.setdefault((matrix.layer, matrix.expert), []).append((matrix, factors, scale))
     parts = []
@@ -226,11 +228,11 @@ def _merge(row: ParameterSpec, triples: Iterable[tuple[Matrix, Factors, float]])
         down, up, scale = experts[0][1].down, experts[0][1].up, experts[0][2]
         if experts[0][0].half is not None:
             down, up = _halves({m.half or 0: (f, s / scale) for m, f, s in experts})
-        parts.append(_Part(layer=layer, expert=expert, down=down, up=up, scale=scale))
+        parts.append(_MatrixPart(layer=layer, expert=expert, down=down, up=up, scale=scale))
     return parts
 
 
-def _halves(halves: Mapping[int, tuple[Factors, float]]) -> tuple[np.ndarray, np.ndarray]:
+def _halves(halves: Mapping[int, tuple[PeftFactors, float]]) -> tuple[np.ndarray, np.ndarray]:
     """Return A [in R] and B [R 2*F] of the halves of gate_up.
 
     Args:
@@ -252,7 +254,7 @@ def _adapter_of(
     model: ModelConfig,
     fields: PeftFields,
     rows: Mapping[str, ParameterSpec],
-    merged: Mapping[str, list[_Part]],
+    merged: Mapping[str, list[_MatrixPart]],
 ) -> LoraConfig:
     """Return the config with the targets and the largest ranks of the factors."""
     ranks: dict[bool, int] = {}
@@ -283,7 +285,9 @@ def _adapter_of(
     )
 
 
-def _arrays_of(model: ModelConfig, merged: Mapping[str, list[_Part]]) -> dict[str, np.ndarray]:
+def _arrays_of(
+    model: ModelConfig, merged: Mapping[str, list[_MatrixPart]]
+) -> dict[str, np.ndarray]:
     """Return the factors and scales of an adapted model by path."""
     adapter, table = lora_of(model), {row.path: row for row in parameter_table(model)}
     arrays = {}

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxmoe.checkpoint.huggingface.export import InMemory
 from jaxmoe.checkpoint.huggingface.families import OWN, Family
-from jaxmoe.checkpoint.huggingface.weights import Piece, pieces_of
+from jaxmoe.checkpoint.huggingface.weights import TensorPiece, pieces_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterSpec
@@ -41,7 +41,7 @@ _REMAPPED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _INNER, _OUTER = "gate_up_proj", "down_proj"
 
 
-class Factors(NamedTuple):
+class PeftFactors(NamedTuple):
     """Factors of one matrix, f32."""
 
     down: np.ndarray
@@ -51,7 +51,7 @@ class Factors(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Matrix:
+class PeftMatrix:
     """A matrix of the model that PEFT adapts alone."""
 
     path: str
@@ -95,26 +95,26 @@ class Matrix:
         width = rank * (self.num_experts or 1)
         return (width, self.fan_in), (self.fan_out, width)
 
-    def to_tensors(self, factors: Factors) -> tuple[np.ndarray, np.ndarray]:
+    def to_tensors(self, factors: PeftFactors) -> tuple[np.ndarray, np.ndarray]:
         """Return A and B as in files."""
         if self.num_experts is None:
             return factors.down.T, factors.up.T
         down, up = factors.down.transpose(0, 2, 1), factors.up.transpose(2, 1, 0)
         return down.reshape(-1, self.fan_in), up.reshape(self.fan_out, -1)
 
-    def from_tensors(self, down: np.ndarray, up: np.ndarray) -> Factors:
+    def from_tensors(self, down: np.ndarray, up: np.ndarray) -> PeftFactors:
         """Return A and B of files as factors."""
         if self.num_experts is None:
-            return Factors(down.T, up.T)
+            return PeftFactors(down.T, up.T)
         experts = self.num_experts
         down = down.reshape(experts, -1, self.fan_in).transpose(0, 2, 1)
         up = up.reshape(self.fan_out, -1, experts).transpose(2, 1, 0)
-        return Factors(down, up)
+        return PeftFactors(down, up)
 
 
 def matrices_of(
     model: ModelConfig, family: Family, row: ParameterSpec, *, has_fused_experts: bool
-) -> Iterator[Matrix]:
+) -> Iterator[PeftMatrix]:
     """Yield the matrices of one parameter, layer by layer.
 
     Args:
@@ -140,7 +140,7 @@ def matrices_of(
             yield _matrix(row, piece, family)
 
 
-def _matrix(row: ParameterSpec, piece: Piece, family: Family) -> Matrix:
+def _matrix(row: ParameterSpec, piece: TensorPiece, family: Family) -> PeftMatrix:
     """Return the matrix of a piece."""
     numbers = [index for index in piece.target if isinstance(index, int)]
     half = numbers.pop() if ... in piece.target else None
@@ -148,7 +148,7 @@ def _matrix(row: ParameterSpec, piece: Piece, family: Family) -> Matrix:
     fused = piece.part != ()
     name = piece.key.removesuffix(".weight")
     is_remapped = family is not OWN and name.endswith(_REMAPPED) and ".experts." not in name
-    return Matrix(
+    return PeftMatrix(
         path=row.path,
         name=name,
         is_parameter=fused or is_remapped or row.declaration.role == "router",

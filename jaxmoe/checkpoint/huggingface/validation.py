@@ -31,7 +31,7 @@ MAX_EXPERTS: Final = 1 << 20
 """Largest number of experts of all layers together."""
 
 
-class _Rule(NamedTuple):
+class _SizeRule(NamedTuple):
     """Type of fields; null, like an absent field, is allowed by all of them."""
 
     words: str
@@ -40,9 +40,9 @@ class _Rule(NamedTuple):
     """Names of the fields, separated by spaces."""
 
 
-def _integer(least: int, most: int, names: str) -> _Rule:
+def _integer(least: int, most: int, names: str) -> _SizeRule:
     rule = f"{'an integer above 0' if least else 'an integer, 0 or more,'} and at most {most}"
-    return _Rule(rule, lambda value: type(value) is int and least <= value <= most, names)
+    return _SizeRule(rule, lambda value: type(value) is int and least <= value <= most, names)
 
 
 def _is_finite(value: Any) -> bool:
@@ -70,52 +70,54 @@ _RULES: Final = (
         " mamba_n_groups mamba_chunk_size",
     ),
     _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step"),
-    _Rule(
+    _SizeRule(
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,
         "rms_norm_eps rope_theta embedding_multiplier residual_multiplier logits_scaling"
         " attention_multiplier",
     ),
-    _Rule("a finite number", _is_finite, "router_aux_loss_coef routed_scaling_factor"),
-    _Rule(
+    _SizeRule("a finite number", _is_finite, "router_aux_loss_coef routed_scaling_factor"),
+    _SizeRule(
         "true or false",
         lambda value: isinstance(value, bool),
         "norm_topk_prob tie_word_embeddings use_sliding_window rope_interleave mamba_conv_bias"
         " mamba_proj_bias",
     ),
-    _Rule("a string", lambda value: isinstance(value, str), "model_type position_embedding_type"),
-    _Rule(
+    _SizeRule(
+        "a string", lambda value: isinstance(value, str), "model_type position_embedding_type"
+    ),
+    _SizeRule(
         "an integer above 0 or 'auto'",
         lambda value: value == "auto" or (type(value) is int and 0 < value <= MAX_SIZE),
         "mamba_dt_rank mamba_d_head",
     ),
-    _Rule(
+    _SizeRule(
         "a list of strings",
         lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
         "layer_types layers_block_type",
     ),
-    _Rule(
+    _SizeRule(
         "a list of two numbers",
         lambda value: isinstance(value, list | tuple) and len(value) == 2,
         "time_step_limit",
     ),
-    _Rule(
+    _SizeRule(
         "an object", lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling jaxmoe"
     ),
-    _Rule(
+    _SizeRule(
         "a list of layers",
         lambda value: isinstance(value, list | tuple) and all(type(i) is int for i in value),
         "mlp_only_layers",
     ),
-    _Rule(
+    _SizeRule(
         "a token id or a list of them",
         lambda value: all(map(_is_token, value if isinstance(value, list | tuple) else [value])),
         "bos_token_id eos_token_id",
     ),
 )
 _OF_ROPE: Final = (
-    _Rule("a string", lambda value: isinstance(value, str), "rope_type type"),
-    _Rule(
+    _SizeRule("a string", lambda value: isinstance(value, str), "rope_type type"),
+    _SizeRule(
         "0 or a number from 1e-9 to 1e12",
         lambda value: type(value) in (int, float) and (value == 0 or 1e-9 <= value <= 1e12),
         "rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale"
@@ -168,7 +170,7 @@ def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
             )
 
 
-def _check(fields: Mapping[str, Any], rules: tuple[_Rule, ...], prefix: str) -> None:
+def _check(fields: Mapping[str, Any], rules: tuple[_SizeRule, ...], prefix: str) -> None:
     for rule in rules:
         for name in rule.names.split():
             value = fields.get(name)

@@ -73,7 +73,7 @@ class Rule:
     [out, 1, in] of a convolution of each channel, or all of a vector's dimensions in one."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """Part of a parameter, and the part of a tensor that fills it."""
 
     key: str
@@ -196,7 +196,7 @@ def state_table(model: ModelConfig) -> ParameterTable:
 
 def pieces_of(
     model: ModelConfig, rows: Sequence[ParameterSpec], rules: Sequence[Rule], names: Container[str]
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TensorPiece]]:
     """Return the pieces of stacked parameters and state by path, layer by layer.
 
     Args:
@@ -215,7 +215,7 @@ def _pieces(
     rules: Sequence[Rule],
     names: Container[str],
     outs: Mapping[str, int],
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     """Yield the pieces of one row.
 
     Args:
@@ -261,7 +261,7 @@ def _of_layer(
     keys: Sequence[str],
     names: Container[str],
     span: tuple[int, int] | None,
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     """Yield the pieces of one layer: one, or one for each expert.
 
     Args:
@@ -284,13 +284,13 @@ def _of_layer(
     if declaration.matrix is None:
         is_flat = rule.layout == "flat" or span
         shape = (total,) if is_flat else row.shape[len(where) :]
-        yield Piece(key, shape, cut, where, is_transposed and not is_flat)
+        yield TensorPiece(key, shape, cut, where, is_transposed and not is_flat)
     elif rule.layout == "depthwise":
         part = (*(cut or (slice(None),)), 0)
-        yield Piece(key, (total, 1, fan_in), part, (*where, *inside), is_transposed)
+        yield TensorPiece(key, (total, 1, fan_in), part, (*where, *inside), is_transposed)
     elif ax.EXPERTS not in declaration.axes:
         shape = (total, fan_in) if is_transposed else (fan_in, total)
-        yield Piece(key, shape, cut, (*where, *inside), is_transposed)
+        yield TensorPiece(key, shape, cut, (*where, *inside), is_transposed)
     else:
         num_experts = row.shape[declaration.axes.index(ax.EXPERTS)]
         first = out * (rule.half or 0)
@@ -299,7 +299,7 @@ def _of_layer(
             if "{expert}" not in key:
                 shape = (num_experts, out * halves, fan_in)
                 part = (expert, slice(first, first + out))
-            yield Piece(name, shape, part, (*where, expert, *inside), is_transposed)
+            yield TensorPiece(name, shape, part, (*where, expert, *inside), is_transposed)
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
@@ -342,7 +342,7 @@ def _near(name: str, candidates: Sequence[str]) -> str:
 
 
 def _fill(
-    path: str, shape: tuple[int, ...], pieces: Sequence[Piece], tensors: Mapping[str, Any]
+    path: str, shape: tuple[int, ...], pieces: Sequence[TensorPiece], tensors: Mapping[str, Any]
 ) -> np.ndarray:
     """Return one parameter, or one layer of it, f32; each tensor is read once."""
     size = math.prod(shape)
@@ -367,7 +367,7 @@ def _fill(
 
 
 def _check_finite(
-    parameter: np.ndarray, pieces: Sequence[Piece], tensors: Mapping[str, Any]
+    parameter: np.ndarray, pieces: Sequence[TensorPiece], tensors: Mapping[str, Any]
 ) -> None:
     """Raise for the first tensor with a value that is NaN or infinite."""
     # NaN is the minimum and the maximum of its array: no array of booleans as large is needed.

@@ -99,21 +99,21 @@ class Gates(Mix):
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Members(Mix):
+class FactorMembers(Mix):
     """The one of n additions that each token has, if any."""
 
     ids: Int[Array, "B S"] | Any
     """m; a token with another number than 0 to n - 1 has no addition."""
 
-    def for_matrix(self, inputs: Dims, outputs: Dims) -> Members:
+    def for_matrix(self, inputs: Dims, outputs: Dims) -> FactorMembers:
         """Return the same: it does not depend on the matrix."""
         del inputs, outputs
         return self
 
-    def axes(self, inputs: Axes, outputs: Axes) -> Members:
+    def axes(self, inputs: Axes, outputs: Axes) -> FactorMembers:
         """Return the logical axes of all parts."""
         del inputs, outputs
-        return Members(ids=_ROWS)
+        return FactorMembers(ids=_ROWS)
 
     def added(self, x: Array, down: Array, up: Array) -> Array:
         """Return the additions of the tokens' members; see the base class."""

@@ -27,7 +27,7 @@ from jaxtyping import Array
 from jaxmoe.adapters.base import Adapter, TargetsConfig
 from jaxmoe.adapters.fold import is_factor
 from jaxmoe.contrib.adapters.mixed import MIXED_ROLES, MixedAdapter, task_ids
-from jaxmoe.contrib.adapters.mixtures import Members
+from jaxmoe.contrib.adapters.mixtures import FactorMembers
 from jaxmoe.declarations import FACTORS
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.view import HalfInputs, Losses
@@ -66,10 +66,10 @@ class TaskLoraConfig(MixedAdapter):
 
     def mix(
         self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
-    ) -> tuple[Members, Losses]:
+    ) -> tuple[FactorMembers, Losses]:
         """Return the task of each token; see `MixedAdapter`."""
         del own, placement, train
-        return Members(ids=task_ids(half, self.task)), {}
+        return FactorMembers(ids=task_ids(half, self.task)), {}
 
     @staticmethod
     def check_together(name: str, adapter: Adapter | None) -> None:

@@ -44,7 +44,7 @@ Head = Callable[[Float[Array, "Q D"]], Float[Array, "Q V"]]
 """Function of hidden states -> logits, -inf for the mask token."""
 
 
-class Rows(NamedTuple):
+class NoisyRows(NamedTuple):
     """Rows of the reverse process, each at a step of its own."""
 
     tokens: Int[Any, "B S"]
@@ -152,7 +152,7 @@ def ancestral(
         The filled rows.
     """
     batch = tokens.shape[:1]
-    rows = Rows(
+    rows = NoisyRows(
         tokens=jnp.where(is_given, tokens, jnp.asarray(mask_token, tokens.dtype)),
         is_real=jnp.ones(tokens.shape, bool),
         keys=keys,
@@ -170,7 +170,7 @@ def ancestral(
 
 
 def reverse_step(
-    denoise: Denoiser, head: Head, rows: Rows, *, mask_token: int, budget: int
+    denoise: Denoiser, head: Head, rows: NoisyRows, *, mask_token: int, budget: int
 ) -> Filled:
     """Run one step of each row.
 
@@ -246,7 +246,7 @@ def _is_rowwise(feed_forward: Any) -> bool:
     return not feed_forward.is_routed or feed_forward.router.traits.is_rowwise
 
 
-def _position_keys(rows: Rows) -> Any:
+def _position_keys(rows: NoisyRows) -> Any:
     """Return two keys of each position at its step [B S 2]: whether it is filled, and with what."""
 
     def of_row(key: Any, done: Array) -> Any:
@@ -261,7 +261,7 @@ def _position_keys(rows: Rows) -> Any:
 def _fill(
     head: Head,
     hidden: Float[Array, "B S D"],
-    rows: Rows,
+    rows: NoisyRows,
     is_filled: Bool[Array, "B S"],
     keys: Any,
     budget: int,

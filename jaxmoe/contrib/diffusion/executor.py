@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxmoe.contrib.diffusion.config import DiffusionSizes
-from jaxmoe.contrib.diffusion.diffuse import Filled, Rows, make_denoiser, reverse_step
+from jaxmoe.contrib.diffusion.diffuse import Filled, NoisyRows, make_denoiser, reverse_step
 from jaxmoe.contrib.diffusion.instance import FilledRow, RowWork
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.models.config import ModelConfig
@@ -26,7 +26,7 @@ from jaxmoe.models.sampling import Limits
 from jaxmoe.serve.device.rows import no_limits, set_limits
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request, check_numbers
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 
 
 class RowInputs(NamedTuple):
@@ -127,7 +127,7 @@ class DiffusionExecutor:
                 " serve a run that is folded (experiments.checkpoint convert --fold True)"
             )
 
-    def run(self, step: Step) -> dict[int, FilledRow]:
+    def run(self, step: EngineStep) -> dict[int, FilledRow]:
         """Take each row of a step one step further.
 
         Args:
@@ -184,7 +184,7 @@ def make_rows_step(model: ModelConfig, execution: ExecutionConfig, budget: int) 
     def step(params: Any, router_state: Any, inputs: RowInputs) -> Filled:
         keys = jax.vmap(jax.random.key)(inputs.seeds)
         arguments = (inputs.done, inputs.num_steps, inputs.limits)
-        rows = Rows(inputs.tokens, inputs.is_real, keys, *arguments)
+        rows = NoisyRows(inputs.tokens, inputs.is_real, keys, *arguments)
         denoise, head = make_denoiser(model, execution, params, router_state, inputs.is_real)
         return reverse_step(denoise, head, rows, mask_token=model.vocab_size - 1, budget=budget)
 

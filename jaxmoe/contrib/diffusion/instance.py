@@ -21,7 +21,7 @@ from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.sequence import Sequence
-from jaxmoe.serve.step import Step, Work
+from jaxmoe.serve.step import EngineStep, Work
 from jaxmoe.serve.view import InstanceView
 
 
@@ -50,7 +50,7 @@ class FilledRow:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Row:
+class _DiffusionRow:
     """A request between its steps."""
 
     held: FilledRow
@@ -70,9 +70,9 @@ class RowsInstance(Instance):
     def __init__(self, facts: Facts, *, steps_per_token: float = 1.0):
         super().__init__(facts, "rows", has_sharing=False)
         self._steps_per_token = steps_per_token
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _DiffusionRow] = {}
 
-    def start(self, plan: Plan, now: float) -> tuple[Step, ...]:
+    def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
         """Take rows, and return the step of all that are planned.
 
         Args:
@@ -84,7 +84,7 @@ class RowsInstance(Instance):
             self._admit(waiting[id_], (), now)
             self._rows[id_] = self._begun(waiting[id_].request)
         works = tuple(self._row_work(id_) for lane in plan.lanes for id_ in lane.singles)
-        steps = (Step(singles=works, pieces=()),) if works else ()
+        steps = (EngineStep(singles=works, pieces=()),) if works else ()
         self.flying |= {step.number: step for step in steps}
         return steps
 
@@ -93,13 +93,13 @@ class RowsInstance(Instance):
         self._rows.pop(sequence.id, None)
         return super().end(sequence, reason, message)
 
-    def _begun(self, request: Request) -> _Row:
+    def _begun(self, request: Request) -> _DiffusionRow:
         prompt = len(request.prompt)
         length = min(prompt + request.sampling.max_tokens, self.facts.max_length)
         tokens = np.zeros(length, np.int32)
         tokens[:prompt] = request.prompt
         filled_row = FilledRow(tokens, np.arange(length) < prompt, np.zeros(length, np.float32))
-        return _Row(filled_row, math.ceil(self._steps_per_token * (length - prompt)))
+        return _DiffusionRow(filled_row, math.ceil(self._steps_per_token * (length - prompt)))
 
     def _row_work(self, id_: int) -> RowWork:
         sequence, row = self.queues.running[id_], self._rows[id_]

@@ -112,7 +112,7 @@ class Resized:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class DevicePlace:
     """A device of the job."""
 
     id: int
@@ -223,7 +223,7 @@ def record(directory: RunDirectory, event: Resized, answered: str | None) -> Non
 def resolve(
     request: ResizeRequest,
     running: MeshConfig,
-    places: Sequence[Place],
+    places: Sequence[DevicePlace],
     check: Callable[[MeshConfig], None],
 ) -> tuple[MeshConfig, tuple[int, ...]]:
     """Return the mesh of a request and the ids of its devices, equally many of each process.
@@ -263,7 +263,7 @@ def resolve(
 
 
 def fit_data(
-    mesh: MeshConfig, places: Sequence[Place], check: Callable[[MeshConfig], None]
+    mesh: MeshConfig, places: Sequence[DevicePlace], check: Callable[[MeshConfig], None]
 ) -> tuple[MeshConfig, tuple[int, ...]]:
     """Return a mesh with the largest size of `data` that fits, and the ids of its devices.
 
@@ -310,7 +310,7 @@ def check_resized(config: PretrainConfig, mesh: MeshConfig) -> None:
     check_mesh(plan, execution, trains=True)
 
 
-def _by_process(places: Sequence[Place]) -> dict[int, list[int]]:
+def _by_process(places: Sequence[DevicePlace]) -> dict[int, list[int]]:
     """Return the ids of the devices of each process."""
     devices: dict[int, list[int]] = {}
     for place in places:

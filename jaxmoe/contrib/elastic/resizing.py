@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxmoe.contrib.elastic.move import check_movable, check_shapes, move_state
 from jaxmoe.contrib.elastic.request import (
-    Place,
+    DevicePlace,
     Resized,
     ResizeRequest,
     check_resized,
@@ -60,7 +60,7 @@ _POLL_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedMove:
     """A mesh on which a run can go on."""
 
     request: ResizeRequest
@@ -85,7 +85,7 @@ class Resizing(ConfiguredPart):
         self._step = 0
         self._shapes: TrainState | None = None
         self._text = ""
-        self._preparing: Future[Prepared] | None = None
+        self._preparing: Future[PreparedMove] | None = None
         self._looked = -_POLL_SECONDS
         self._moved: tuple[Resized, float] | None = None
         self.done: list[Resized] = []
@@ -247,7 +247,7 @@ class Resizing(ConfiguredPart):
             logger.warning("%s", error)
 
 
-def prepare_mesh(text: str, running: Assembly, step: int, shapes: TrainState) -> Prepared:
+def prepare_mesh(text: str, running: Assembly, step: int, shapes: TrainState) -> PreparedMove:
     """Return the mesh of a request with its compiled step; nothing of the run changes.
 
     Args:
@@ -261,7 +261,7 @@ def prepare_mesh(text: str, running: Assembly, step: int, shapes: TrainState) ->
     """
     request, config = parse_request(text), running.plan.config
     check_movable(running)
-    places = [Place(id=device.id, process=device.process_index) for device in jax.devices()]
+    places = [DevicePlace(id=device.id, process=device.process_index) for device in jax.devices()]
     mesh, ids = resolve(
         request, running.execution.mesh, places, functools.partial(check_resized, config)
     )
@@ -277,7 +277,7 @@ def prepare_mesh(text: str, running: Assembly, step: int, shapes: TrainState) ->
     began = time.perf_counter()
     compiled = compile_steps(assembly, step, target)
     local = [device for device in devices if device.process_index == jax.process_index()]
-    return Prepared(
+    return PreparedMove(
         request=request,
         assembly=assembly,
         compiled=compiled,

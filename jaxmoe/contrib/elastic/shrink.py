@@ -16,7 +16,7 @@ import os
 
 import jax
 
-from jaxmoe.contrib.elastic.request import Place, check_resized, fit_data
+from jaxmoe.contrib.elastic.request import DevicePlace, check_resized, fit_data
 from jaxmoe.contrib.survival.shared_memory import ELASTIC
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Setting
@@ -49,7 +49,7 @@ def fitted(config: PretrainConfig) -> tuple[PretrainConfig, list[jax.Device]]:
     if num_other < 1 or mesh.data != -1 and num_other * mesh.data <= len(devices):
         return config, devices
     mesh = dataclasses.replace(mesh, data=max(1, len(devices) // num_other))
-    places = [Place(id=device.id, process=device.process_index) for device in devices]
+    places = [DevicePlace(id=device.id, process=device.process_index) for device in devices]
     target, ids = fit_data(mesh, places, functools.partial(check_resized, config))
     say(
         f"elastic  mesh.data={target.data}, the largest size that fits the {len(devices)}"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmoe.contrib.ensembles.members import Members
+from jaxmoe.contrib.ensembles.members import EnsembleMembers
 from jaxmoe.contrib.ensembles.mixture import (
     ensemble_nll,
     member_log_weights,
@@ -60,7 +60,7 @@ class EnsembleResult:
 
 
 def evaluate_ensemble(
-    members: Members, *, top: int = 2, temperature: float | None = None
+    members: EnsembleMembers, *, top: int = 2, temperature: float | None = None
 ) -> EnsembleResult:
     """Return the losses of an ensemble and of its members.
 
@@ -135,7 +135,7 @@ def _bits(nll: np.ndarray, weights: np.ndarray) -> float:
     return float((nll * weights).sum() / weights.sum() / math.log(2.0))
 
 
-def _positions(members: Members) -> np.ndarray:
+def _positions(members: EnsembleMembers) -> np.ndarray:
     """Return the position of each token in its document [batches B S]."""
     places = []
     for batch in members.batches:

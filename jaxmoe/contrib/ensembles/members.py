@@ -31,7 +31,7 @@ from sharding.mesh import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Member:
+class EnsembleMember:
     """One run, and its loss of each held-out token."""
 
     path: str
@@ -45,10 +45,10 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Members:
+class EnsembleMembers:
     """Runs on parts of one partition, and their common held-out batches."""
 
-    members: tuple[Member, ...]
+    members: tuple[EnsembleMember, ...]
     batches: tuple[Batch, ...]
     bytes_per_token: float | None
     """Bytes of held-out text per token; None where tokens are not text."""
@@ -68,7 +68,7 @@ class Members:
 
 def open_members(
     paths: Sequence[str], *, batches: int | None = None, mesh: MeshConfig | None = None
-) -> Members:
+) -> EnsembleMembers:
     """Return the losses of runs on parts of one partition.
 
     Args:
@@ -95,9 +95,9 @@ def open_members(
             first, rows = assembly, _held_out(assembly)
         partition = checked_partition(path, assembly, paths[0], first)
         nll = _token_nll(assembly, state, rows)
-        members.append(Member(path=path, step=step, partition=partition, nll=nll))
+        members.append(EnsembleMember(path=path, step=step, partition=partition, nll=nll))
     assert first is not None  # the command refuses an empty list
-    return Members(
+    return EnsembleMembers(
         members=tuple(members),
         batches=rows,
         bytes_per_token=first.source.bytes_per_token,

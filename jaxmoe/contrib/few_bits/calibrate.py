@@ -24,7 +24,7 @@ from jaxmoe.models.quantize import channels_shape
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.plan import Plan
+from jaxmoe.run.plan import RunPlan
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
 
@@ -137,7 +137,7 @@ def _zeros(table: ParameterTable) -> dict[str, Array]:
 
 
 def _loss(
-    plan: Plan,
+    plan: RunPlan,
     statistic: Statistic,
     largest: dict[str, Array],
     params: Any,

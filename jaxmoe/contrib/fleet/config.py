@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig
-from jaxmoe.contrib.fleet.scaling import FixedConfig, ScalingConfig
+from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,5 +16,5 @@ class FleetConfig:
 
     dispatch: DispatchConfig = LeastLoadedConfig()
     """Which instance serves a request, where there are several."""
-    scaling: ScalingConfig = FixedConfig()
+    scaling: ScalingConfig = FixedScalingConfig()
     """How many instances take requests, and on how many devices each is."""

@@ -18,7 +18,7 @@ from typing import Any
 from jaxmoe.contrib.fleet.engine import FleetEngine
 from jaxmoe.contrib.fleet.resharding import BusyError, Resharder
 from jaxmoe.serve.http.errors import HTTPError
-from jaxmoe.serve.http.fields import Fields
+from jaxmoe.serve.http.fields import BodyFields
 from jaxmoe.serve.http.served import Route
 
 _AXES = ("expert", "tensor")
@@ -44,7 +44,7 @@ async def change_mesh(values: Any, resharder: Resharder) -> dict[str, Any]:
         HTTPError: 400 for a mesh that cannot be, 409 while another change is going on, 500 if the
             change fails.
     """
-    fields = Fields(values, _AXES)
+    fields = BodyFields(values, _AXES)
     sizes = {axis: fields.integer(axis, 0, 1) for axis in _AXES if fields.any(axis) is not None}
     if not sizes:
         raise HTTPError(400, 'the body names no axis of the mesh: send {"expert": 4}')

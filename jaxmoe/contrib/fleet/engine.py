@@ -15,7 +15,7 @@ from typing import Any
 from jaxmoe.contrib.fleet.config import FleetConfig
 from jaxmoe.contrib.fleet.members import FleetMembers
 from jaxmoe.contrib.fleet.resharding import Layouts, Resharder
-from jaxmoe.generation.text import Codec
+from jaxmoe.generation.text import TextCodec
 from jaxmoe.serve.backend import Executor
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.engine import Engine
@@ -30,7 +30,7 @@ class FleetEngine(Engine):
         config: InstancesConfig | None = None,
         *,
         fleet: FleetConfig | None = None,
-        codec: Codec | None = None,
+        codec: TextCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
         hardware: Any = None,
         layouts: Layouts | None = None,

@@ -26,7 +26,7 @@ from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
 from jaxmoe.serve.requests import End, Event, Request
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 
 
 class Fleet:
@@ -193,7 +193,7 @@ class Fleet:
             migration.abort()
             self.num_aborted += 1
 
-    def start(self, number: int, now: float) -> tuple[Plan, tuple[Step, ...]]:
+    def start(self, number: int, now: float) -> tuple[Plan, tuple[EngineStep, ...]]:
         """Start what the policy of an instance wants, if a lane is free.
 
         Args:
@@ -206,7 +206,7 @@ class Fleet:
         return self.instances[number].next_steps(self._policies[number], now)
 
     def apply(
-        self, number: int, step: Step, results: Mapping[int, Any], now: float
+        self, number: int, step: EngineStep, results: Mapping[int, Any], now: float
     ) -> tuple[Event, ...]:
         """Take over what a step computed; sequences with a first token are handed over.
 

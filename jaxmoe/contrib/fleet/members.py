@@ -19,11 +19,11 @@ from jaxmoe.serve.backend import Executor
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.members import Member, Members, Post, Publish
+from jaxmoe.serve.members import FleetMember, Members, Post, Publish
 from jaxmoe.serve.metrics import EngineMetrics
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.requests import Event, Request
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class FleetMembers(Members):
         """End a request whose answer is whole; one that has ended is ignored."""
         return self.fleet.stop(id_)
 
-    def turn(self, note: Callable[[Instance, Step], None]) -> float | None:
+    def turn(self, note: Callable[[Instance, EngineStep], None]) -> float | None:
         """Let moves go on and start what the policies want.
 
         Args:
@@ -173,17 +173,17 @@ class FleetMembers(Members):
         self.resharder.close()
         super().close()
 
-    def _metrics(self, member: Member) -> EngineMetrics:
+    def _metrics(self, member: FleetMember) -> EngineMetrics:
         metrics = super()._metrics(member)
         return dataclasses.replace(metrics, pages_moved=self.fleet.pages_copied[member.number])
 
-    def _plan(self, member: Member) -> tuple[Plan, tuple[Step, ...]]:
+    def _plan(self, member: FleetMember) -> tuple[Plan, tuple[EngineStep, ...]]:
         return self.fleet.start(member.number, self._clock())
 
-    def _apply(self, member: Member, step: Step, results: Any) -> tuple[Event, ...]:
+    def _apply(self, member: FleetMember, step: EngineStep, results: Any) -> tuple[Event, ...]:
         return self.fleet.apply(member.number, step, results, self._clock())
 
-    def _ends(self, member: Member, message: str) -> tuple[Event, ...]:
+    def _ends(self, member: FleetMember, message: str) -> tuple[Event, ...]:
         return self.fleet.fail(member.number, message)
 
     def _copy(self, copy: Copy) -> None:

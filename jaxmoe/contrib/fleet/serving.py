@@ -15,7 +15,7 @@ from jaxmoe.contrib.fleet.engine import FleetEngine
 from jaxmoe.contrib.fleet.executor import MeshExecutor
 from jaxmoe.contrib.fleet.instances import device_groups, executors_on, reachable
 from jaxmoe.contrib.fleet.layouts import MeshLayouts
-from jaxmoe.contrib.fleet.scaling import FixedConfig, ScalingConfig
+from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
 from jaxmoe.contrib.fleet.timing import MeasuredSteps
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.run.provenance.saved import Ends
@@ -35,7 +35,7 @@ class FleetSizesConfig(EngineSizesConfig):
     enough for one only."""
     dispatch: DispatchConfig = LeastLoadedConfig()
     """Which instance answers a request, and what moves between them."""
-    scaling: ScalingConfig = FixedConfig()
+    scaling: ScalingConfig = FixedScalingConfig()
     """How many instances take requests, and on how many devices each is."""
 
     def __post_init__(self):

@@ -14,10 +14,10 @@ from typing import Any
 
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Sampling
-from jaxmoe.serve.step import Step, Work
+from jaxmoe.serve.step import EngineStep, Work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +33,11 @@ class Timing:
     seconds: float
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[WorkPart]:
         """Work that fills the shape."""
         number, length = self.pieces
-        singles = [Part(1, self.context_length - 1)] * self.singles
-        return singles + [Part(length, max(self.context_length - length, 0))] * number
+        singles = [WorkPart(1, self.context_length - 1)] * self.singles
+        return singles + [WorkPart(length, max(self.context_length - length, 0))] * number
 
 
 def measure_steps(
@@ -77,7 +77,7 @@ def measure_steps(
     return timings
 
 
-def _full_step(config: ExecutorConfig, pieces: tuple[int, int], length: int) -> Step:
+def _full_step(config: ExecutorConfig, pieces: tuple[int, int], length: int) -> EngineStep:
     """Return a step that fills a shape, all of its sequences on the same pages."""
     number, count = pieces
     pages = tuple(range(num_pages(length, config.page_size)))
@@ -94,13 +94,13 @@ def _full_step(config: ExecutorConfig, pieces: tuple[int, int], length: int) -> 
         )
 
     singles = config.shapes.singles
-    return Step(
+    return EngineStep(
         singles=tuple(work(i, 1) for i in range(singles)),
         pieces=tuple(work(singles + i, min(count, length)) for i in range(number)),
     )
 
 
-def timing_of(shapes: Shapes, table: Sequence[Timing], parts: Sequence[Part]) -> Timing | None:
+def timing_of(shapes: Shapes, table: Sequence[Timing], parts: Sequence[WorkPart]) -> Timing | None:
     """Return the measured shape that holds a step; None if there is none.
 
     Args:
@@ -168,7 +168,9 @@ class MeasuredSteps:
             self._tables[num_chips] = measure_steps(executor, executor.config, repeats, pick)
             executor.reset()
 
-    def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
+    def seconds(
+        self, parts: Sequence[WorkPart], *, share: float = 1.0, nano_batches: int = 1
+    ) -> float:
         """Return the seconds of a step; of the steps that it takes where no shape holds it.
 
         Args:

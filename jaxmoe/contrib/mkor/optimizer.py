@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.contrib.mkor.probes import Statistics, mean_gradients, mean_inputs, probed_rows
 from jaxmoe.declarations import MatrixAxes
 from jaxmoe.optim.adamw import ADAM, AdamWFields, adamw_group
-from jaxmoe.optim.groups import GroupTraits, Members
+from jaxmoe.optim.groups import GroupMembers, GroupTraits
 from jaxmoe.optim.steps import MeasuringTransformation
 from jaxmoe.parameters import Group, ParameterSpec
 from sharding.constrain import lie_at, surroundings
@@ -62,7 +62,7 @@ class MKORConfig(AdamWFields):
         if not self.largest > 1.0:
             raise ValueError(f"optimizer.largest={self.largest} must be above 1, that of a unit")
 
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return MKOR and AdamW for the group."""
         rows = probed_rows(members.table)
         mkor = scale_by_mkor(rows, decay=self.decay, interval=self.interval, largest=self.largest)

@@ -36,7 +36,7 @@ _VERSIONS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Place of an array in the file of its part."""
 
     shape: tuple[int, ...]
@@ -61,14 +61,14 @@ class PartLayout:
 
     name: str
     """Name of its file."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
     @classmethod
     def of(cls, name: str, arrays: Sequence[tuple[tuple[int, ...], Any]]) -> PartLayout:
         """Return the layout of arrays of some shapes and dtypes."""
         pieces, offset = [], 0
         for shape, dtype in arrays:
-            pieces.append(Piece(shape, np.dtype(dtype), offset))
+            pieces.append(FilePiece(shape, np.dtype(dtype), offset))
             offset += -(-pieces[-1].size // _ALIGNMENT) * _ALIGNMENT
         return cls(name, tuple(pieces))
 

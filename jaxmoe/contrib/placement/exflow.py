@@ -33,7 +33,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmoe.contrib.placement.integer_program import (
-    Rows,
+    ConstraintRows,
     assign_evenly,
     follow_layers,
     minimise,
@@ -158,7 +158,7 @@ def _program(
     ends = [x[layer, expert], x[layer + 1, next_expert]]
     row = np.arange(z.size)
     stays = [
-        Rows(
+        ConstraintRows(
             row=np.concatenate([row, row]),
             column=np.concatenate([z.ravel(), end.ravel()]),
             value=np.concatenate([np.ones(z.size), -np.ones(z.size)]),

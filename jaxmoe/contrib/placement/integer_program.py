@@ -26,7 +26,7 @@ and the first step alone then takes minutes (80,000: 14 s, nothing found)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ConstraintRows:
     """Linear constraints as coordinates of their nonzero coefficients."""
 
     row: Int[np.ndarray, " N"]
@@ -37,7 +37,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ProgramSolution:
     """Result of HiGHS."""
 
     values: Float[np.ndarray, " X"] | None
@@ -48,12 +48,12 @@ class Found:
 
 def minimise(
     cost: Float[np.ndarray, " X"],
-    constraints: Sequence[Rows],
+    constraints: Sequence[ConstraintRows],
     *,
     upper: Float[np.ndarray, " X"],
     is_whole: Bool[np.ndarray, " X"],
     time_limit_s: float,
-) -> Found:
+) -> ProgramSolution:
     """Return the cheapest solution that HiGHS finds within the time limit.
 
     Args:
@@ -65,7 +65,7 @@ def minimise(
     """
     entries = sum(len(rows.value) for rows in constraints)
     if time_limit_s <= 0.0 or entries > MOST_ENTRIES:
-        return Found(None, -np.inf)
+        return ProgramSolution(None, -np.inf)
     optimize, sparse = require("scipy.optimize"), require("scipy.sparse")
     bounds = [
         optimize.LinearConstraint(
@@ -85,10 +85,10 @@ def minimise(
         options={"time_limit": time_limit_s},
     )
     bound = getattr(result, "mip_dual_bound", None)
-    return Found(result.x, -np.inf if bound is None else float(bound))
+    return ProgramSolution(result.x, -np.inf if bound is None else float(bound))
 
 
-def sums(variables: Int[np.ndarray, "R N"], total: float) -> Rows:
+def sums(variables: Int[np.ndarray, "R N"], total: float) -> ConstraintRows:
     """Return the constraints that each row of variables has a given sum.
 
     Args:
@@ -96,7 +96,7 @@ def sums(variables: Int[np.ndarray, "R N"], total: float) -> Rows:
         total: Sum of each row.
     """
     number, width = variables.shape
-    return Rows(
+    return ConstraintRows(
         row=np.repeat(np.arange(number), width),
         column=variables.ravel(),
         value=np.ones(variables.size),

@@ -34,7 +34,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxmoe.contrib.placement.integer_program import (
-    Rows,
+    ConstraintRows,
     follow_layers,
     minimise,
     relative_gap,
@@ -139,7 +139,7 @@ def _clusters_by_program(
     )
     clusters = np.arange(num_devices)
     distances = [
-        Rows(
+        ConstraintRows(
             row=np.concatenate([np.repeat(clusters, number), clusters]),
             column=np.concatenate([x.T.ravel(), off]),
             value=np.concatenate([np.tile(sign * loads, num_devices), -np.ones(num_devices)]),
@@ -219,7 +219,7 @@ def _labels_by_program(
     first, second = np.triu_indices(number, 1)
     weight = np.tile(flow[layer, k, m].astype(float), (len(first), 1))  # pairs of devices, flows
     pair = np.arange(len(first))
-    crowded = Rows(
+    crowded = ConstraintRows(
         row=np.concatenate([np.repeat(pair, 2 * len(layer)), pair]),
         column=np.concatenate(
             [
@@ -248,10 +248,10 @@ def _labels_by_program(
     return None if solution.values is None else solution.values[y].argmax(-1), solution.bound
 
 
-def _equals(variables: Int[np.ndarray, "R N"], total: Int[np.ndarray, " R"]) -> Rows:
+def _equals(variables: Int[np.ndarray, "R N"], total: Int[np.ndarray, " R"]) -> ConstraintRows:
     """Return the constraints that each row of variables sums to another variable."""
     rows, width = variables.shape
-    return Rows(
+    return ConstraintRows(
         row=np.concatenate([np.repeat(np.arange(rows), width), np.arange(rows)]),
         column=np.concatenate([variables.ravel(), total]),
         value=np.concatenate([np.ones(variables.size), -np.ones(rows)]),

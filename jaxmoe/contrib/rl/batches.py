@@ -24,7 +24,7 @@ from jaxmoe.routing.replay import EXPERTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class RolloutSample:
     """One answer to a prompt, and its reward."""
 
     prompt: tuple[int, ...]
@@ -55,7 +55,7 @@ def drawn_order(prompts: int, minibatches: int, seed: tuple[int, ...]) -> np.nda
 
 
 def batch_of(
-    samples: Sequence[Sample],
+    samples: Sequence[RolloutSample],
     objective: PolicyGradientConfig,
     *,
     group: int,

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.contrib.rl.advantages import k3
-from jaxmoe.contrib.rl.batches import Sample, batch_of, drawn_order
+from jaxmoe.contrib.rl.batches import RolloutSample, batch_of, drawn_order
 from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.contrib.rl.engine_parameters import EngineParameters
 from jaxmoe.contrib.rl.objective import (
@@ -103,7 +103,7 @@ class Learner:
 
     def example(self) -> Batch:
         """Return a batch on the devices, of the shapes of the batches of all updates."""
-        sample = Sample(prompt=(0,), answer=(0,), log_probs=(0.0,), text="", reward=0.0)
+        sample = RolloutSample(prompt=(0,), answer=(0,), log_probs=(0.0,), text="", reward=0.0)
         rows = self.config.num_answers // self.config.minibatches
         batch = self.batch([sample] * rows)
         names = [REFERENCE] if self.objective.beta else []
@@ -122,7 +122,7 @@ class Learner:
         assert moe is not None  # checked by the run
         return self.model.num_moe_layers, moe.top_k
 
-    def batch(self, samples: Sequence[Sample]) -> Batch:
+    def batch(self, samples: Sequence[RolloutSample]) -> Batch:
         """Return the batch of answers on the host, with the engine's log-probabilities.
 
         Args:
@@ -137,7 +137,7 @@ class Learner:
         )
 
     def updates(
-        self, samples: Sequence[Sample], batch: Batch, seed: tuple[int, ...]
+        self, samples: Sequence[RolloutSample], batch: Batch, seed: tuple[int, ...]
     ) -> Iterator[Batch]:
         """Yield the batches of the updates of a step, on the host.
 
@@ -318,7 +318,7 @@ class RolloutFeed(Feed):
         self,
         step_function: StepFunction,
         state: TrainState,
-        samples: Sequence[Sample],
+        samples: Sequence[RolloutSample],
         batch: Batch,
     ) -> tuple[TrainState, StepMetrics, float]:
         """Return the state after the updates of a step, its metrics, and the share of tokens whose
@@ -391,7 +391,7 @@ def _together(metrics: Sequence[StepMetrics]) -> StepMetrics:
     )
 
 
-def _measures(samples: Sequence[Sample]) -> dict[str, float]:
+def _measures(samples: Sequence[RolloutSample]) -> dict[str, float]:
     """Return the means of a step over its answers."""
     rewards = np.array([sample.reward for sample in samples])
     return {

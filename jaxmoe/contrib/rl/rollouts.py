@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe.contrib.rl.batches import Sample
+from jaxmoe.contrib.rl.batches import RolloutSample
 from jaxmoe.contrib.rl.config import RolloutsConfig
-from jaxmoe.contrib.rl.stream import Counts, SampleStore
+from jaxmoe.contrib.rl.stream import SampleStore, StreamCounts
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import Codec, encode_prompts
+from jaxmoe.generation.text import TextCodec, encode_prompts
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages
@@ -32,7 +32,7 @@ from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Sampling
-from jaxmoe.serve.streams import Stream
+from jaxmoe.serve.streams import AnswerStream
 
 _THREAD, _SCORERS = "jaxmoe-rollouts", "jaxmoe-scorers"
 _QUESTION, _ANSWERS, _REWARDS = "question", "answers", "rewards"
@@ -63,7 +63,7 @@ class Rollouts:
         config: RolloutsConfig,
         model: ModelConfig,
         execution: ExecutionConfig,
-        codec: Codec,
+        codec: TextCodec,
         *,
         length: int,
         seed: int,
@@ -113,7 +113,7 @@ class Rollouts:
         work = self._thread.submit(self._draw, step, params, router_state)
         work.add_done_callback(self._end)
 
-    def take(self) -> tuple[list[Sample], int]:
+    def take(self) -> tuple[list[RolloutSample], int]:
         """Wait for the answers of the next step that was drawn, and return them.
 
         Returns:
@@ -132,7 +132,7 @@ class Rollouts:
         ]
         return samples, self._store.version - min(row.version for row in rows)
 
-    def counts(self) -> Counts:
+    def counts(self) -> StreamCounts:
         """Return what became of the prompts so far."""
         return self._store.counts()
 
@@ -179,14 +179,14 @@ class Rollouts:
             self._store.fill(row.id, **{_ANSWERS: answers})
             self._scorers.submit(self._score).add_done_callback(self._end)
 
-    def _sample(self, step: int, stream: Stream) -> Sample:
+    def _sample(self, step: int, stream: AnswerStream) -> RolloutSample:
         """Return the answer of a stream, before it is scored."""
         events = list[Any](stream)
         generated: Any = [event for event in events if isinstance(event, Generated)]
         ending: Ended = events[-1]
         if ending.message:
             raise RolloutError(f"step {step + 1}: no answer was drawn: {ending.message}")
-        return Sample(
+        return RolloutSample(
             prompt=stream.request.prompt,
             answer=tuple(event.token for event in generated),
             log_probs=tuple(float(event.logprob) for event in generated),

@@ -39,7 +39,7 @@ class StoreClosedError(JaxmoeError, RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class SampleRow:
     """A sample as a task gets it."""
 
     id: int
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class StreamCounts:
     """Rows by what became of them."""
 
     submitted: int = 0
@@ -62,7 +62,7 @@ class Counts:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class _Held:
+class _HeldRow:
     """A row in the store."""
 
     version: int
@@ -91,7 +91,7 @@ class SampleStore:
                 f"{staleness} and {len(self._columns)} columns"
             )
         self._staleness, self._version = staleness, version
-        self._rows: dict[int, _Held] = {}
+        self._rows: dict[int, _HeldRow] = {}
         self._submitted = self._taken = self._dropped = 0
         self._closed: BaseException | None = None
         self._changed = threading.Condition()
@@ -102,10 +102,10 @@ class SampleStore:
         with self._changed:
             return self._version
 
-    def counts(self) -> Counts:
+    def counts(self) -> StreamCounts:
         """Return the numbers of rows, all of the same moment."""
         with self._changed:
-            return Counts(
+            return StreamCounts(
                 submitted=self._submitted,
                 taken=self._taken,
                 dropped=self._dropped,
@@ -135,7 +135,7 @@ class SampleStore:
             if self._is_old(version):
                 self._dropped += 1
             else:
-                self._rows[number] = _Held(version=version, values=dict(values), claimed=set())
+                self._rows[number] = _HeldRow(version=version, values=dict(values), claimed=set())
                 self._changed.notify_all()
             return number
 
@@ -146,7 +146,7 @@ class SampleStore:
         number: int,
         *,
         timeout: float | None = None,
-    ) -> list[Row]:
+    ) -> list[SampleRow]:
         """Return rows for a task, oldest first; they wait in the store for `fill`.
 
         Args:
@@ -161,10 +161,10 @@ class SampleStore:
         """
         self._check((*reads, *writes))
 
-        def is_free(row: _Held) -> bool:
+        def is_free(row: _HeldRow) -> bool:
             return not any(column in row.values or column in row.claimed for column in writes)
 
-        def claimed() -> list[Row] | None:
+        def claimed() -> list[SampleRow] | None:
             free = [id_ for id_, row in self._rows.items() if _has(row, reads) and is_free(row)]
             if len(free) < number:
                 return None
@@ -199,7 +199,9 @@ class SampleStore:
             self._changed.notify_all()
             return True
 
-    def take(self, reads: Sequence[str], number: int, *, timeout: float | None = None) -> list[Row]:
+    def take(
+        self, reads: Sequence[str], number: int, *, timeout: float | None = None
+    ) -> list[SampleRow]:
         """Return the oldest rows, and remove them from the store.
 
         A row that is complete waits for older ones, so that what is taken does not depend on time.
@@ -215,7 +217,7 @@ class SampleStore:
         """
         self._check(reads)
 
-        def taken() -> list[Row] | None:
+        def taken() -> list[SampleRow] | None:
             ids = list(itertools.islice(self._rows, number))
             rows = [self._rows[id_] for id_ in ids]
             if len(ids) < number or not all(_has(row, reads) and not row.claimed for row in rows):
@@ -275,10 +277,10 @@ class SampleStore:
                 self._raise_if_closed()
             return results[0]
 
-    def _row(self, number: int, reads: Sequence[str]) -> Row:
+    def _row(self, number: int, reads: Sequence[str]) -> SampleRow:
         row = self._rows[number]
         values = {column: row.values[column] for column in reads}
-        return Row(id=number, version=row.version, values=values)
+        return SampleRow(id=number, version=row.version, values=values)
 
     def _is_old(self, version: int) -> bool:
         return self._version - version > self._staleness
@@ -295,5 +297,5 @@ class SampleStore:
             )
 
 
-def _has(row: _Held, columns: Sequence[str]) -> bool:
+def _has(row: _HeldRow, columns: Sequence[str]) -> bool:
     return all(column in row.values for column in columns)

@@ -21,7 +21,7 @@ _MOST_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request; exactly one for each."""
 
     first: float | None = None
@@ -101,7 +101,7 @@ class Client:
                 " does: name another server"
             ) from error
 
-    def complete(self, body: dict[str, Any]) -> Outcome:
+    def complete(self, body: dict[str, Any]) -> RequestOutcome:
         """Ask for one completion as a stream, and read it to its end.
 
         Args:
@@ -111,19 +111,19 @@ class Client:
             Times and counts, or why it failed; nothing is raised for what the server does.
         """
         request = body | {"stream": True, "stream_options": {"include_usage": True}}
-        connection, outcome, opened = self._connect(), Outcome(), None
+        connection, outcome, opened = self._connect(), RequestOutcome(), None
         content = json.dumps(request).encode()
         try:
             connection.connect()
             opened = connection.sock
             self._open.add(opened)
             if self._is_closed:
-                return Outcome(failure="the client was closed")
+                return RequestOutcome(failure="the client was closed")
             connection.request("POST", f"{self._base}/completions", content, self._headers)
             answer = connection.getresponse()
             if answer.status != 200:
                 text = answer.read(_MOST_BYTES).decode("utf-8", "replace")
-                return Outcome(failure=_refusal(answer.status, text))
+                return RequestOutcome(failure=_refusal(answer.status, text))
             for part in _events(answer):
                 outcome = _after(outcome, part, time.monotonic())
                 if outcome.failure:
@@ -164,7 +164,7 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[Any]:
     raise ValueError("the stream broke off")
 
 
-def _after(outcome: Outcome, part: Any, now: float) -> Outcome:
+def _after(outcome: RequestOutcome, part: Any, now: float) -> RequestOutcome:
     """Return the outcome with one more part of the stream."""
     if "error" in part:
         return dataclasses.replace(outcome, failure=f"in the stream: {_message(part)}")

@@ -93,7 +93,7 @@ class SlotStore:
         )
         self._free, self._places = list(range(self.num_slots)), dict[Any, int]()
         self._before: dict[int, tuple] = {}
-        self._pass: _Pass | None = None
+        self._pass: _LayerPass | None = None
         self.uses = self.hits = 0
 
     @property
@@ -113,7 +113,7 @@ class SlotStore:
         moe: Any = call.stack.kind.feed_forward
         layer = call.moe_layer
         ids, rows = moe_programs.route(chain, call, stream, about)
-        pass_ = self._pass = _Pass(chain.execution, ids, rows, moe.num_routed)
+        pass_ = self._pass = _LayerPass(chain.execution, ids, rows, moe.num_routed)
         expected = self._before.get(self._next[layer], ())
         uses = layer_uses(layer, ids, moe.num_experts, expected=expected)
         for use in uses:
@@ -137,7 +137,7 @@ class SlotStore:
         self._free.append(self._places.pop(item))
 
 
-class _Pass:
+class _LayerPass:
     """Experts of one layer that are in slots and wait to be computed."""
 
     def __init__(self, execution: ExecutionConfig, ids: np.ndarray, rows: Any, num_routed: int):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxmoe.contrib.serving_lab.client import Client, Outcome
+from jaxmoe.contrib.serving_lab.client import Client, RequestOutcome
 from jaxmoe.contrib.serving_lab.simulation.measures import Measures, measure_sequences
 from jaxmoe.contrib.serving_lab.simulation.workload import Arrival
 from jaxmoe.serve.sequence import Sequence as ServedSequence
@@ -33,7 +33,7 @@ class Sent:
     arrival: Arrival
     arrived: float
     """Time at which it was due, seconds of `time.monotonic`."""
-    outcome: Outcome
+    outcome: RequestOutcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def send_load(
     """
     followers: dict[int, list[Arrival]] = {}
     start, due, results = time.monotonic(), list[tuple[float, int, Arrival]](), list[Sent]()
-    endings: queue.SimpleQueue[tuple[Arrival, float, Future[Outcome]]] = queue.SimpleQueue()
+    endings: queue.SimpleQueue[tuple[Arrival, float, Future[RequestOutcome]]] = queue.SimpleQueue()
     for arrival in arrivals:
         if arrival.after is None:
             due.append((start + arrival.time, arrival.request.id, arrival))

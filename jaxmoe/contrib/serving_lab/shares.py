@@ -10,7 +10,7 @@ from typing import ClassVar
 from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Lane, Plan, PlanError
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class SharedLane(Lane):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SharedStep(Step):
+class SharedStep(EngineStep):
     """One lane of a plan, as the simulator computes its time."""
 
     share: float = 1.0
@@ -36,16 +36,16 @@ class SharedStep(Step):
 class SharedInstance(Instance):
     """Requests of one simulated instance."""
 
-    step_type: ClassVar[type[Step]] = SharedStep
+    step_type: ClassVar[type[EngineStep]] = SharedStep
 
-    def start(self, plan: Plan, now: float) -> tuple[Step, ...]:
+    def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
         """Check the shares of a plan too, and start its steps."""
         for lane in plan.lanes:
             if isinstance(lane, SharedLane) and not 0 < lane.share <= 1:
                 raise PlanError(self.policy, "share", f"share={lane.share} of lane {lane.number}")
         return super().start(plan, now)
 
-    def _step(self, lane: Lane) -> Step:
+    def _step(self, lane: Lane) -> EngineStep:
         step = super()._step(lane)
         if not isinstance(lane, SharedLane):
             return step

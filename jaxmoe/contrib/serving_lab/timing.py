@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmoe.contrib.fleet.timing import Timing, measure_steps
 from jaxmoe.contrib.serving_lab.simulation import ModelSizes, Roofline
-from jaxmoe.contrib.serving_lab.simulation.measured import Fit, TableCost, fit_rates
+from jaxmoe.contrib.serving_lab.simulation.measured import RateFit, TableCost, fit_rates
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.serving import load_model, open_executor
@@ -111,14 +111,14 @@ def loads_of_run(path: str, sizes: ModelSizes) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, load[-_LAST:].mean(axis=0, dtype=np.float64).tolist()))
 
 
-def _rates(fit: Fit) -> dict[str, float]:
+def _rates(fit: RateFit) -> dict[str, float]:
     chip = fit.cost.chip
     rates = {"flops": chip.flops, "memory_bandwidth": chip.memory_bandwidth}
     return rates | {"constant": fit.cost.constant, "error": fit.error}
 
 
 def _describe(
-    timings: list[Timing], fit: Fit | None, source: str, platform: str, nominal: Roofline
+    timings: list[Timing], fit: RateFit | None, source: str, platform: str, nominal: Roofline
 ) -> str:
     """Return a line for each shape, on the fit, on the experts, and on the times that are used."""
     lines = []

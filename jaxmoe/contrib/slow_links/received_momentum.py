@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxmoe.optim import AdamWConfig, Members, Optimizer
+from jaxmoe.optim import AdamWConfig, GroupMembers, Optimizer
 from jaxmoe.optim.steps import spread, straight_steps
 
 
@@ -62,7 +62,7 @@ class ReceivingAdamW(AdamWConfig):
             )
         return cls(**fields, after=after)
 
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return the steps for the group."""
         directions = received_momentum(
             self.after,

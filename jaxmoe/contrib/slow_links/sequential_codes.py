@@ -27,7 +27,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 
-class Task(NamedTuple):
+class CodedTask(NamedTuple):
     """Task of a worker."""
 
     job: int
@@ -36,7 +36,7 @@ class Task(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Schedule:
+class _CodeSchedule:
     """What has been returned so far."""
 
     workers: int
@@ -52,9 +52,9 @@ class _Schedule:
         if not 0 <= self.slow < self.workers:
             raise ValueError(f"slow={self.slow} must be 0 or more and below workers={self.workers}")
         self.round = 0
-        self.done: set[tuple[int, Task]] = set()
+        self.done: set[tuple[int, CodedTask]] = set()
 
-    def finish_round(self, tasks: dict[int, list[Task]], slow: Collection[int]) -> None:
+    def finish_round(self, tasks: dict[int, list[CodedTask]], slow: Collection[int]) -> None:
         """Note what the workers that are not slow return.
 
         Args:
@@ -66,17 +66,17 @@ class _Schedule:
                 self.done |= {(worker, task) for task in worker_tasks}
         self.round += 1
 
-    def count(self, task: Task) -> int:
+    def count(self, task: CodedTask) -> int:
         """Return the number of workers that have returned a task."""
         return sum((worker, task) in self.done for worker in range(self.workers))
 
 
 @dataclasses.dataclass(kw_only=True)
-class SelectiveReattempt(_Schedule):
+class SelectiveReattempt(_CodeSchedule):
     """SR-SGC."""
 
     def __post_init__(self):
-        _Schedule.__post_init__(self)
+        _CodeSchedule.__post_init__(self)
         if (self.window - 1) % self.burst:
             raise ValueError(f"burst={self.burst} must divide window - 1 = {self.window - 1}")
 
@@ -95,9 +95,9 @@ class SelectiveReattempt(_Schedule):
         """Share of a batch that a worker computes in a round."""
         return (self.absent + 1) / self.workers
 
-    def tasks(self) -> dict[int, list[Task]]:
+    def tasks(self) -> dict[int, list[CodedTask]]:
         """Return the tasks of each worker in this round."""
-        now, old = Task(self.round, 0), Task(self.round - self.burst, 0)
+        now, old = CodedTask(self.round, 0), CodedTask(self.round - self.burst, 0)
         missing = self.workers - self.absent - self.count(old) if old.job >= 0 else 0
         tasks_of_worker = {}
         for worker in range(self.workers):
@@ -108,11 +108,11 @@ class SelectiveReattempt(_Schedule):
 
     def is_known(self, job: int) -> bool:
         """Return whether the gradient of a job can be decoded."""
-        return self.count(Task(job, 0)) >= self.workers - self.absent
+        return self.count(CodedTask(job, 0)) >= self.workers - self.absent
 
 
 @dataclasses.dataclass(kw_only=True)
-class Multiplexed(_Schedule):
+class Multiplexed(_CodeSchedule):
     """M-SGC."""
 
     @property
@@ -133,9 +133,9 @@ class Multiplexed(_Schedule):
         coded = 1.0 / (self.workers * parts)
         return (self.slow + 1) * coded, coded
 
-    def tasks(self) -> dict[int, list[Task]]:
+    def tasks(self) -> dict[int, list[CodedTask]]:
         """Return the tasks of each worker in this round: one each of the last jobs."""
-        tasks_of_worker: dict[int, list[Task]] = {worker: [] for worker in range(self.workers)}
+        tasks_of_worker: dict[int, list[CodedTask]] = {worker: [] for worker in range(self.workers)}
         for place in range(self.window - 1 + self.burst):
             job = self.round - place
             if job < 0:
@@ -144,17 +144,17 @@ class Multiplexed(_Schedule):
                 mine.append(self._task(worker, job, place))
         return tasks_of_worker
 
-    def _task(self, worker: int, job: int, place: int) -> Task:
+    def _task(self, worker: int, job: int, place: int) -> CodedTask:
         """Return the task of a worker in the round `place` rounds after the job's first."""
         if place < self.window - 1:
-            return Task(job, place)
-        first = [Task(job, part) for part in range(self.window - 1)]
+            return CodedTask(job, place)
+        first = [CodedTask(job, part) for part in range(self.window - 1)]
         failed = [task for task in first if (worker, task) not in self.done]
-        return failed[0] if failed else Task(job, place)
+        return failed[0] if failed else CodedTask(job, place)
 
     def is_known(self, job: int) -> bool:
         """Return whether the gradient of a job can be decoded."""
         parts = range(self.window - 1 + self.burst)
-        counts = [self.count(Task(job, part)) for part in parts]
+        counts = [self.count(CodedTask(job, part)) for part in parts]
         first, coded = counts[: self.window - 1], counts[self.window - 1 :]
         return min(first) == self.workers and min(coded) >= self.workers - self.slow

@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class FoundStep:
     """Where the parts of a step are."""
 
     where: Sequence[int | None]
@@ -72,7 +72,7 @@ class Found:
         return self.where.index(process) if process in self.where else None
 
 
-def find_steps(table: Sequence[Sequence[Held]], processes: int) -> dict[int, Found]:
+def find_steps(table: Sequence[Sequence[Held]], processes: int) -> dict[int, FoundStep]:
     """Return where the parts of each step are, of the manifest that the most processes have.
 
     Args:
@@ -92,7 +92,7 @@ def find_steps(table: Sequence[Sequence[Held]], processes: int) -> dict[int, Fou
         for process, holding in reversed(holders.items()):
             where[holding.process] = process
         is_same = of == processes and all(holding.is_same for holding in holders.values())
-        steps[step] = Found(where, is_same)
+        steps[step] = FoundStep(where, is_same)
     return steps
 
 

@@ -43,7 +43,7 @@ from jaxmoe.contrib.survival.pieces import Piece, num_words, pack_words, pieces_
 from jaxmoe.contrib.survival.relayout import Parts
 from jaxmoe.contrib.survival.snapshot_files import (
     COMPARED,
-    Found,
+    FoundStep,
     Held,
     SnapshotFiles,
     describe_pieces,
@@ -279,7 +279,7 @@ class SnapshotStore:
         self,
         step: int,
         target: Any,
-        found: Found,
+        found: FoundStep,
         lost: int | None,
         check: Callable[[CheckpointManifest], None] | None,
     ) -> Any:
@@ -326,7 +326,7 @@ class SnapshotStore:
             self._found = shapes, pieces, size
         return self._found[1:]
 
-    def _found_steps(self, pieces: Pieces) -> dict[int, Found]:
+    def _found_steps(self, pieces: Pieces) -> dict[int, FoundStep]:
         """Return where the parts of each step are."""
         whole_steps = {
             process: files.whole_steps(describe_pieces(process, pieces))

@@ -34,7 +34,7 @@ JUDGED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class StabilityVerdict:
     """Whether a claim holds (None if it cannot be judged), and the numbers as text."""
 
     holds: bool | None
@@ -85,7 +85,7 @@ class Course:
         return 1.0 if self.peak == 0.0 else math.inf
 
 
-def is_bounded(values: Sequence[float] | np.ndarray) -> Verdict:
+def is_bounded(values: Sequence[float] | np.ndarray) -> StabilityVerdict:
     """Return whether an indicator stays bounded over training.
 
     Args:
@@ -102,10 +102,10 @@ def is_bounded(values: Sequence[float] | np.ndarray) -> Verdict:
         f" below {MOST_PEAK:g}); last half {course.rise:+.1%} +- {course.error:.1%}"
         f" ({'rises' if rises else 'does not rise'})"
     )
-    return Verdict(holds=not has_peak and not rises, words=sentence)
+    return StabilityVerdict(holds=not has_peak and not rises, words=sentence)
 
 
-def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Verdict:
+def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> StabilityVerdict:
     """Return whether the plateau of an indicator does not grow with the size of the model.
 
     Args:
@@ -125,10 +125,10 @@ def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Ver
     ]
     sentence = "plateaus " + ", ".join(f"{name}: {value:.4g}" for name, value in plateaus.items())
     sentence += f"; grows from {', '.join(grown)}" if grown else "; does not grow"
-    return Verdict(holds=not grown, words=sentence)
+    return StabilityVerdict(holds=not grown, words=sentence)
 
 
-def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, Verdict]:
+def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, StabilityVerdict]:
     """Return the verdicts on the indicators of a run.
 
     Args:
@@ -141,5 +141,5 @@ def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, Verdict]:
         try:
             verdicts[name] = is_bounded(series[name])
         except ValueError as error:
-            verdicts[name] = Verdict(holds=None, words=str(error))
+            verdicts[name] = StabilityVerdict(holds=None, words=str(error))
     return verdicts

@@ -30,11 +30,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxmoe.contrib.token_routes.least_loaded_plan import Plan
+from jaxmoe.contrib.token_routes.least_loaded_plan import LoanPlan
 from pallas_kernels.jax_versions import match_varying
 
 
-def with_borrowed(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
+def with_borrowed(weights: Any, plan: LoanPlan, axes: tuple[str, ...]) -> Any:
     """Return the weights of the experts held here, followed by those of the borrowed ones.
 
     Args:
@@ -49,7 +49,7 @@ def with_borrowed(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _borrow(weights: Any, plan: Plan, axes: tuple[str, ...]) -> Any:
+def _borrow(weights: Any, plan: LoanPlan, axes: tuple[str, ...]) -> Any:
     slots = plan.borrowed.shape[1]
 
     def extend(leaf: Array) -> Array:
@@ -72,7 +72,7 @@ def _borrow_backward(axes, plan, gradients):
 _borrow.defvjp(_borrow_forward, _borrow_backward)
 
 
-def _hand_over(source: Any, target: Any, plan: Plan, axes: tuple[str, ...], *, is_return: bool):
+def _hand_over(source: Any, target: Any, plan: LoanPlan, axes: tuple[str, ...], *, is_return: bool):
     """Return the target plus, expert by expert, the sum of the entries in the source."""
     num_devices, slots = plan.borrowed.shape
     held = plan.rows.shape[0] // num_devices

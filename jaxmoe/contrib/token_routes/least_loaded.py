@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxmoe.contrib.token_routes.borrowed_weights import with_borrowed
-from jaxmoe.contrib.token_routes.least_loaded_plan import Plan, ThresholdPer, make_plan
+from jaxmoe.contrib.token_routes.least_loaded_plan import LoanPlan, ThresholdPer, make_plan
 from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
 from sharding.expert_parallel.permute import sort_by_expert
@@ -123,7 +123,7 @@ def _first_rows(counts: Int[Array, "P E"], axes: ExpertAxes) -> Int[Array, " E"]
 
 
 def group_of_each_row(
-    expert_ids: Int[Array, " A"], ranks: Int[Array, " A"], plan: Plan
+    expert_ids: Int[Array, " A"], ranks: Int[Array, " A"], plan: LoanPlan
 ) -> Int[Array, " A"]:
     """Return the group of each row: device p has groups from p (e + slots) on, own experts first.
 

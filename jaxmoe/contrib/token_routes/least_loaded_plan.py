@@ -55,7 +55,7 @@ ThresholdPer = Literal["device", "expert"]
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LoanPlan:
     """Rows that every device computes, and experts that it borrows."""
 
     rows: Int[Array, "E P"]
@@ -77,7 +77,7 @@ class _State(NamedTuple):
     """Rows that each device would compute."""
     used: Int[Array, " P"]
     """Slots in use."""
-    plan: Plan
+    plan: LoanPlan
 
 
 def make_plan(
@@ -89,7 +89,7 @@ def make_plan(
     min_rows: int = 1024,
     threshold: float = 1.3,
     threshold_per: ThresholdPer = "device",
-) -> Plan:
+) -> LoanPlan:
     """Divide the rows of all experts among devices.
 
     Args:
@@ -126,7 +126,7 @@ def make_plan(
         turn=jnp.where(_is_uneven(rows, threshold, threshold_per), 0, num_experts),
         load=rows.sum(0),
         used=jnp.zeros((num_devices,), jnp.int32),
-        plan=Plan(rows, borrowed, lent, jnp.int32(0)),
+        plan=LoanPlan(rows, borrowed, lent, jnp.int32(0)),
     )
     start = match_varying(jax.tree.map(lambda part: part.astype(jnp.int32), start), rows)
     return jax.lax.while_loop(lambda state: are_waiting(state).any(), spill, start).plan
@@ -162,7 +162,7 @@ def _with(
     slot = jnp.where(is_borrower, state.used, slots)
     is_lent = is_borrower.any()
     place = jnp.where(is_lent, plan.num_lent, plan.lent.shape[0])
-    plan = Plan(
+    plan = LoanPlan(
         rows=plan.rows.at[expert].add(moved),
         borrowed=plan.borrowed.at[devices, slot].set(expert, mode="drop"),
         lent=plan.lent.at[place].set(expert, mode="drop"),

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.chat.messages import ANSWER, Message
-from jaxmoe.data.chat.template import Piece
+from jaxmoe.data.chat.template import ChatPiece
 from jaxmoe.data.tokenizer import Tokenizer
 
-_SEPARATOR = Piece("separator")
-_BEGIN, _END = Piece("control", "<|im_start|>"), Piece("control", "<|im_end|>")
+_SEPARATOR = ChatPiece("separator")
+_BEGIN, _END = ChatPiece("control", "<|im_start|>"), ChatPiece("control", "<|im_end|>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class ChatML:
     """Marks of begin and end around each turn."""
 
     @property
-    def end(self) -> Piece:
+    def end(self) -> ChatPiece:
         """The mark of the end of a turn."""
         return _END
 
     def pieces(
         self, messages: Sequence[Message], *, add_generation_prompt: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ChatPiece]:
         """Yield the pieces of a conversation."""
         yield _SEPARATOR
         for message in messages:
-            yield from (_BEGIN, Piece("text", f"{message.role}\n"))
-            yield from (Piece("text", message.content), _END, Piece("text", "\n"))
+            yield from (_BEGIN, ChatPiece("text", f"{message.role}\n"))
+            yield from (ChatPiece("text", message.content), _END, ChatPiece("text", "\n"))
         if add_generation_prompt:
-            yield from (_BEGIN, Piece("text", f"{ANSWER}\n"))
+            yield from (_BEGIN, ChatPiece("text", f"{ANSWER}\n"))
 
     def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return the marks that are not distinct from the same text in a message."""
@@ -70,21 +70,21 @@ class Plain:
     """The role in words before each turn; the separator after an answer."""
 
     @property
-    def end(self) -> Piece:
+    def end(self) -> ChatPiece:
         """The separator."""
         return _SEPARATOR
 
     def pieces(
         self, messages: Sequence[Message], *, add_generation_prompt: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ChatPiece]:
         """Yield the pieces of a conversation."""
         yield _SEPARATOR
         for message in messages:
-            yield Piece("text", f"{message.role.capitalize()}:\n")
-            yield Piece("text", message.content)
-            yield _SEPARATOR if message.role == ANSWER else Piece("text", "\n\n")
+            yield ChatPiece("text", f"{message.role.capitalize()}:\n")
+            yield ChatPiece("text", message.content)
+            yield _SEPARATOR if message.role == ANSWER else ChatPiece("text", "\n\n")
         if add_generation_prompt:
-            yield Piece("text", f"{ANSWER.capitalize()}:\n")
+            yield ChatPiece("text", f"{ANSWER.capitalize()}:\n")
 
     def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return nothing: there are no marks but words."""

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxmoe.data.chat.messages import ANSWER, ConversationError, Message
-from jaxmoe.data.chat.template import ChatTemplate, Piece
+from jaxmoe.data.chat.template import ChatPiece, ChatTemplate
 from jaxmoe.data.tokenizer import Tokenizer
 from pallas_kernels.array_types import Int, Shaped
 
@@ -85,7 +85,7 @@ def masked(
         ConversationError: As `render`, or the rendering of a prefix is no prefix.
     """
     _check_contents(messages, template, tokenizer)
-    ids_of_pieces: dict[Piece, np.ndarray] = {}
+    ids_of_pieces: dict[ChatPiece, np.ndarray] = {}
     tokens = _render(messages, template, tokenizer, False, ids_of_pieces)
     weights = np.zeros(len(tokens), np.uint8)
     answers = [number for number, message in enumerate(messages) if message.role == ANSWER]
@@ -117,7 +117,7 @@ def _render(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     add_generation_prompt: bool,
-    ids_of_pieces: dict[Piece, np.ndarray],
+    ids_of_pieces: dict[ChatPiece, np.ndarray],
 ) -> np.ndarray:
     """Return the ids of the pieces; `ids_of_pieces` keeps them for the next prefix."""
     pieces = list(template.pieces(messages, add_generation_prompt=add_generation_prompt))
@@ -137,7 +137,7 @@ def _render(
     return np.concatenate([np.zeros(0, np.int32), *(ids_of_pieces[piece] for piece in pieces)])
 
 
-def _control_ids(piece: Piece, tokenizer: Tokenizer) -> np.ndarray:
+def _control_ids(piece: ChatPiece, tokenizer: Tokenizer) -> np.ndarray:
     """Return the ids of a piece that is no text."""
     if piece.kind == "separator":
         return np.array([tokenizer.separator], np.int32)

@@ -15,7 +15,7 @@ from jaxmoe.data.chat.messages import Message
 from jaxmoe.data.tokenizer import Tokenizer
 
 
-class Piece(NamedTuple):
+class ChatPiece(NamedTuple):
     """A part of a rendered conversation, encoded by itself."""
 
     kind: Literal["text", "control", "separator"]
@@ -29,13 +29,13 @@ class ChatTemplate(Protocol):
     """A template; hashable."""
 
     @property
-    def end(self) -> Piece | None:
+    def end(self) -> ChatPiece | None:
         """What ends an answer, and stops generation; None if it is unknown."""
         ...
 
     def pieces(
         self, messages: Sequence[Message], *, add_generation_prompt: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ChatPiece]:
         """Yield the pieces of a conversation.
 
         Args:

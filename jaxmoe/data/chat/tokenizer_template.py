@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.chat.messages import ConversationError, Message
-from jaxmoe.data.chat.template import Piece
+from jaxmoe.data.chat.template import ChatPiece
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.disk import kind_of_special_file
 from jaxmoe.json_bounds import MAX_JSON_BYTES, parse_json
@@ -47,14 +47,14 @@ class TokenizerTemplate:
     """File, for messages."""
 
     @property
-    def end(self) -> Piece | None:
+    def end(self) -> ChatPiece | None:
         """The tokenizer's end of text."""
         text = dict(self.special).get("eos_token")
-        return None if text is None else Piece("control", text)
+        return None if text is None else ChatPiece("control", text)
 
     def pieces(
         self, messages: Sequence[Message], *, add_generation_prompt: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ChatPiece]:
         """Yield the whole conversation as one piece."""
         template, errors = _compile_programs(self)
         parts, size = [], 0
@@ -76,7 +76,7 @@ class TokenizerTemplate:
             raise ConversationError(
                 f"the chat template of {self.where} refuses messages 1 to {len(messages)}: {error}"
             ) from error
-        yield Piece("control", "".join(parts))
+        yield ChatPiece("control", "".join(parts))
 
     def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return all special tokens, because text and control are one piece."""

@@ -79,7 +79,7 @@ def json_lines(
             yield JsonValue(where, value)
 
 
-class _Line:
+class _RecordLine:
     """Parts of a line, joined once: a file may be one line.
 
     Args:
@@ -115,7 +115,7 @@ def _lines(content: Iterator[bytes], longest: int | None) -> Iterator[tuple[byte
 
     Content of a line beyond `longest` may be missing.
     """
-    begun = _Line(longest)
+    begun = _RecordLine(longest)
     for chunk in filter(None, content):
         if begun.ends_with(b"\r"):  # the end may have been cut in two
             if chunk.startswith(b"\n"):

@@ -82,7 +82,7 @@ def encode_pieces(
         encode: Encoder with offsets and words.
         ids_of: Faster encoder, to int32 arrays of ids.
     """
-    progress = _Encoded()
+    progress = _EncodedWindow()
     if kind == "verified":
         short_texts = [text for text in texts if _is_short(text)]
         short = iter(ids_of(short_texts))
@@ -100,7 +100,7 @@ def encode_pieces(
     return [np.frombuffer(ids, np.int32) for ids in encoded]
 
 
-class _Encoded:
+class _EncodedWindow:
     """Reports the characters that are encoded, where that takes long."""
 
     def __init__(self):
@@ -133,7 +133,7 @@ def _after_spaces(text: str) -> Iterator[str]:
         yield part[1:] if index else part
 
 
-def _verify(text: str, encode: Encode, progress: _Encoded) -> Iterator[np.ndarray]:
+def _verify(text: str, encode: Encode, progress: _EncodedWindow) -> Iterator[np.ndarray]:
     """Yield the ids of the pieces of a text, joined where a cut does not hold."""
     ends = [*itertools.accumulate(map(len, pieces(text, USUAL)))]
     begin, joined = 0, 0

@@ -18,5 +18,5 @@ from jaxmoe.planning.hlo.groups import Groups as Groups
 from jaxmoe.planning.hlo.traffic import KernelTraffic as KernelTraffic
 from jaxmoe.planning.hlo.traffic import kernel_traffic as kernel_traffic
 from jaxmoe.planning.hlo.traffic import moved_outside as moved_outside
-from jaxmoe.planning.hlo.work import Work as Work
+from jaxmoe.planning.hlo.work import ProgramWork as ProgramWork
 from jaxmoe.planning.hlo.work import work as work

@@ -38,8 +38,8 @@ from collections.abc import Iterator
 from jaxmoe.planning.hlo.groups import Groups, parse_groups, parse_lists
 from jaxmoe.planning.hlo.text import (
     Computation,
+    HloModule,
     Instruction,
-    Module,
     bytes_of,
     constant_value,
     elements_of,
@@ -101,14 +101,14 @@ def collectives(text: str) -> list[Collective]:
     Raises:
         ValueError: The text has no entry computation (StableHLO, or a part of a module).
     """
-    return list(_Walk(text).walk())
+    return list(_CollectiveWalk(text).walk())
 
 
 _CALLED = re.compile(r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 
 
-class _Walk:
+class _CollectiveWalk:
     """The walk through a module's computations."""
 
     def __init__(self, text: str):
@@ -183,7 +183,7 @@ class _Walk:
         yield from self.walk(loop.attribute("body"), bodies)
 
 
-def trip_count(module: Module, loop: Instruction, computation: Computation) -> int | None:
+def trip_count(module: HloModule, loop: Instruction, computation: Computation) -> int | None:
     """Return the turns of `while counter < bound: counter += step` with constants, or None.
 
     Args:

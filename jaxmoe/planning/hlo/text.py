@@ -40,7 +40,7 @@ _SAME_VALUE = ("bitcast", "convert", "copy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Module:
+class HloModule:
     """A parsed module."""
 
     computations: dict[str, Computation]
@@ -52,7 +52,7 @@ class Module:
     """Partitions times replicas; 0 if the header does not say."""
 
 
-def parse_module(text: str) -> Module:
+def parse_module(text: str) -> HloModule:
     """Return the computations of an HLO module.
 
     Args:
@@ -82,7 +82,7 @@ def parse_module(text: str) -> Module:
         )
     sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     num_devices = math.prod(map(int, sizes)) if sizes else 0
-    return Module(computations, roots, entry, num_devices)
+    return HloModule(computations, roots, entry, num_devices)
 
 
 def _instruction(name: str, text: str) -> Instruction:

@@ -48,7 +48,7 @@ _SAME = ("bitcast", "reshape")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class ProgramWork:
     """Work of one device in one run of a program."""
 
     product_flops: float
@@ -61,7 +61,7 @@ class Work:
     """Executions of kernels without an estimate, whose operations are not counted."""
 
 
-def work(text: str) -> Work:
+def work(text: str) -> ProgramWork:
     """Return the work of a program.
 
     Args:
@@ -79,7 +79,7 @@ def work(text: str) -> Work:
             estimate = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes)
             kernels += turns * int(estimate[1]) if estimate else 0
             unestimated += 0 if estimate else turns
-    return Work(
+    return ProgramWork(
         product_flops=products, kernel_flops=kernels, bytes_accessed=moved, unestimated=unestimated
     )
 

@@ -73,7 +73,7 @@ def class_bandwidth(classes: Sequence[str]) -> Float[np.ndarray, "H H"]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exchange:
+class HostExchange:
     """Messages along some axes between positions of hosts, for all reasons together."""
 
     axes: tuple[str, ...]
@@ -92,7 +92,7 @@ class Exchange:
 
 def exchanges(
     traffic: Iterable[Traffic], mesh: Mapping[str, int], num_hosts: int, latency: float
-) -> list[Exchange]:
+) -> list[HostExchange]:
     """Return the messages between hosts of a step.
 
     Args:
@@ -127,7 +127,7 @@ def exchanges(
             continue
         _, starts = np.unique(pairs[0], return_index=True)
         result.append(
-            Exchange(
+            HostExchange(
                 axes=axes,
                 bytes=sum(entry.bytes for entry in reasons),
                 latency=latency * sum(entry.messages for entry in reasons),
@@ -168,7 +168,7 @@ def slowest_link(
 
 def order_seconds(
     order: Int[np.ndarray, " H"],
-    exchanges_in_step: Sequence[Exchange],
+    exchanges_in_step: Sequence[HostExchange],
     bandwidth: Float[np.ndarray, "H H"],
 ) -> float:
     """Return the seconds of a step's messages between hosts.
@@ -200,7 +200,7 @@ def greedy_order(bandwidth: Float[np.ndarray, "H H"]) -> Int[np.ndarray, " H"]:
 
 
 def best_order(
-    exchanges_in_step: Sequence[Exchange],
+    exchanges_in_step: Sequence[HostExchange],
     bandwidth: Float[np.ndarray, "H H"],
     *,
     moves: int = 20_000,

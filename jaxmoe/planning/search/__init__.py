@@ -12,7 +12,7 @@ remedies     changes that save memory, if nothing fits
 
 from jaxmoe.planning.search.best_first import Candidate as Candidate
 from jaxmoe.planning.search.best_first import Factors as Factors
-from jaxmoe.planning.search.best_first import Found as Found
+from jaxmoe.planning.search.best_first import SearchResult as SearchResult
 from jaxmoe.planning.search.best_first import search as search
 from jaxmoe.planning.search.meshes import enumerate_meshes as enumerate_meshes
 from jaxmoe.planning.search.meshes import mesh_flags as mesh_flags

@@ -62,7 +62,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """Result of a search."""
 
     fitting: list[Candidate]
@@ -81,7 +81,7 @@ class Found:
 
 
 @dataclasses.dataclass
-class _Search:
+class _BestFirstSearch:
     """State of one search."""
 
     chip: Chip
@@ -112,7 +112,7 @@ def search(
     fold: MoEMesh | None = None,
     space: Space | None = None,
     factors: Factors | None = None,
-) -> Found:
+) -> SearchResult:
     """Return the fastest plans that fit, in closed form.
 
     Args:
@@ -132,7 +132,7 @@ def search(
         if not dividing and all_arrangements:
             refused[mesh_in_words(mesh)] = str(all_arrangements[0])
         kept_arrangements += dividing
-    searching = _Search(chip, factors or {})
+    searching = _BestFirstSearch(chip, factors or {})
     fitting: list[Candidate] = []
     faster: dict[int, Candidate] = {}
     for place, candidate in _by_time(kept_arrangements, searching):
@@ -144,7 +144,7 @@ def search(
             faster.setdefault(place, candidate)
     fitting.sort(key=lambda one: (float(f"{one.time.step:.6g}"), one.need))
     closest = None if fitting else _closest(kept_arrangements, searching)
-    return Found(
+    return SearchResult(
         fitting=fitting,
         faster=list(faster.values()) if fitting else [],
         closest=closest,
@@ -154,7 +154,9 @@ def search(
     )
 
 
-def _by_time(entries: Sequence[Arrangement], searching: _Search) -> Iterator[tuple[int, Candidate]]:
+def _by_time(
+    entries: Sequence[Arrangement], searching: _BestFirstSearch
+) -> Iterator[tuple[int, Candidate]]:
     """Yield plans with the place of their arrangement, by predicted time.
 
     An arrangement ends with its first plan that fits. One that can never fit is not gone through.
@@ -199,7 +201,7 @@ def _by_time(entries: Sequence[Arrangement], searching: _Search) -> Iterator[tup
             push(place, number + 1, 0)
 
 
-def _closest(entries: Sequence[Arrangement], searching: _Search) -> Candidate | None:
+def _closest(entries: Sequence[Arrangement], searching: _BestFirstSearch) -> Candidate | None:
     """Return the plan that needs least memory."""
     closest: Candidate | None = None
     for least, _, arrangement in sorted(

@@ -30,7 +30,7 @@ _PARTS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class MemoryChoice:
     """Memory of one category."""
 
     freed: float = 0.0
@@ -41,7 +41,9 @@ class Choice:
     """Fields of the execution that bring it about."""
 
 
-def cheapest(groups: Sequence[Sequence[Choice]], needed: float) -> tuple[Choice, ...] | None:
+def cheapest(
+    groups: Sequence[Sequence[MemoryChoice]], needed: float
+) -> tuple[MemoryChoice, ...] | None:
     """Return one choice of each group that together free enough in the least time.
 
     Args:
@@ -51,7 +53,7 @@ def cheapest(groups: Sequence[Sequence[Choice]], needed: float) -> tuple[Choice,
     Returns:
         The choices, or None where all together free too little.
     """
-    frontier: list[tuple[float, float, tuple[Choice, ...]]] = [(0.0, 0.0, ())]
+    frontier: list[tuple[float, float, tuple[MemoryChoice, ...]]] = [(0.0, 0.0, ())]
     for choices in groups:
         sums = [
             (seconds + choice.seconds, freed + choice.freed, (*taken, choice))
@@ -68,7 +70,7 @@ def cheapest(groups: Sequence[Sequence[Choice]], needed: float) -> tuple[Choice,
     return enough[0][2] if enough else None
 
 
-def choices_of(plan: StepPlan, chip: Chip) -> list[list[Choice]]:
+def choices_of(plan: StepPlan, chip: Chip) -> list[list[MemoryChoice]]:
     """Return the choices that a plan has, those of state first.
 
     Args:
@@ -86,25 +88,27 @@ def choices_of(plan: StepPlan, chip: Chip) -> list[list[Choice]]:
     host: dict[str, Any] = {"optimizer_memory": "host", "optimizer_parts": _PARTS}
     share_kept = min(1.0, 3 / _PARTS)
     link = chip.host_bandwidth
-    choices = [Choice()]
+    choices = [MemoryChoice()]
     if execution.mesh.stage == 1 and execution.optimizer_memory == "device":
         freed, moved = (1 - share_kept) * moments, 2 * moments
-        choices.append(Choice(freed=freed, seconds=moved / link, fields=tuple(host.items())))
+        choices.append(MemoryChoice(freed=freed, seconds=moved / link, fields=tuple(host.items())))
         if STATE_LAYOUTS[execution.rules].is_streamable and execution.telemetry == "brief":
             # Forward and backward, and the update: parameters; written, norm and update: gradients.
             moved += (2 * plan.accumulation + 2 + 3 * plan.accumulation) * layers
             fields = host | {"parameter_memory": "host", "remat_dense": None}
             fields |= {} if execution.remat == "offload" else {"remat": "full"}
             freed += (1 - share_kept) * 2 * layers
-            choices.append(Choice(freed=freed, seconds=moved / link, fields=tuple(fields.items())))
-    inputs = [Choice()]
+            choices.append(
+                MemoryChoice(freed=freed, seconds=moved / link, fields=tuple(fields.items()))
+            )
+    inputs = [MemoryChoice()]
     if execution.remat == "full":
         calls = sum(stack.num_calls for stack in plan.model.stacks)
         stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize * calls
         share_kept = stream * plan.model.residual.arrays
         moved = 2 * share_kept * plan.accumulation
         inputs.append(
-            Choice(freed=share_kept, seconds=moved / link, fields=(("remat", "offload"),))
+            MemoryChoice(freed=share_kept, seconds=moved / link, fields=(("remat", "offload"),))
         )
     return [choices, inputs]
 

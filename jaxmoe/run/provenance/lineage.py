@@ -37,7 +37,7 @@ from jaxmoe.configs import differences, from_json, to_json, varying_fields
 from jaxmoe.messages import say
 from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.plan import Plan, make_plan
+from jaxmoe.run.plan import RunPlan, make_plan
 from sharding.distributed import on_first, share
 
 _REASONS = {
@@ -80,7 +80,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class LineageSource:
     """Checkpoint of another run, from which a run begins."""
 
     path: str
@@ -148,7 +148,7 @@ def add_event(directory: RunDirectory, event: Event) -> None:
 
 
 def check_config(
-    directory: RunDirectory, config: PretrainConfig, plan: Plan, *, extends: bool
+    directory: RunDirectory, config: PretrainConfig, plan: RunPlan, *, extends: bool
 ) -> Callable[[], None]:
     """Refuse changes of an old run, and write nothing; return the function that records the config.
 
@@ -194,7 +194,7 @@ def check_config(
     return record
 
 
-def record_source(directory: RunDirectory, source: Source, config: PretrainConfig) -> None:
+def record_source(directory: RunDirectory, source: LineageSource, config: PretrainConfig) -> None:
     """Record which run a new run begins from; a branch gets the metrics up to its step.
 
     Args:
@@ -305,7 +305,7 @@ def _refusal(lines: list[str]) -> str:
     )
 
 
-def _show_rates(directory: RunDirectory, before: Plan, after: Plan, step: int) -> None:
+def _show_rates(directory: RunDirectory, before: RunPlan, after: RunPlan, step: int) -> None:
     """Log the learning rate before and after; if it rises again, with the way to avoid that."""
     old = before.matrix_rate * float(before.schedule(jnp.asarray(step - 1)))
     new = after.matrix_rate * float(after.schedule(jnp.asarray(step)))

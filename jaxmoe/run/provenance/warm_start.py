@@ -31,14 +31,14 @@ from jaxmoe.checkpoint import CheckpointError, CheckpointManager
 from jaxmoe.checkpoint.base_model import BaseModel, fingerprint_of
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.checkpoint.manifest import CheckpointManifest, describe
-from jaxmoe.checkpoint.mapping import Rule, plan_mapping, read_rules
+from jaxmoe.checkpoint.mapping import MappingRule, plan_mapping, read_rules
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.configs import TAG
 from jaxmoe.fingerprints import fingerprints
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig
-from jaxmoe.run.provenance.lineage import Source, check_branch
+from jaxmoe.run.provenance.lineage import LineageSource, check_branch
 from jaxmoe.run.provenance.saved import huggingface_values
 from jaxmoe.training.state import TrainState, state_around
 
@@ -115,7 +115,7 @@ def _read_huggingface(assembly: Assembly, path: str, target: dict[str, Any]) -> 
 
 def branched_state(
     assembly: Assembly, target: Any, check: Callable[[CheckpointManifest], None]
-) -> tuple[Source, TrainState]:
+) -> tuple[LineageSource, TrainState]:
     """Return the state of a checkpoint of `checkpoint.initial`, which a branch continues.
 
     Args:
@@ -146,7 +146,7 @@ def branched_state(
     return _source(config, manifest), state
 
 
-def initial_state(assembly: Assembly, state: TrainState) -> tuple[Source, TrainState]:
+def initial_state(assembly: Assembly, state: TrainState) -> tuple[LineageSource, TrainState]:
     """Return the state of a new run with the parameters of `checkpoint.initial`.
 
     Args:
@@ -197,7 +197,7 @@ def adapted_by(config: CheckpointConfig, manifest: CheckpointManifest) -> Checkp
 
 def _of_adapter(
     assembly: Assembly, state: TrainState, manifest: CheckpointManifest
-) -> tuple[Source, TrainState]:
+) -> tuple[LineageSource, TrainState]:
     """Return the state of a new run with the adapter of another, and the model that it adapts.
 
     Args:
@@ -237,7 +237,7 @@ def _of_adapter(
     return _source(config, manifest), started
 
 
-def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[Source, TrainState]:
+def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[LineageSource, TrainState]:
     """Return the state of a new run with the parameters of a Hugging Face model.
 
     Raises:
@@ -269,7 +269,7 @@ def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[Source, Trai
     router_state = jax.device_put(router_state, replicated) if router_state else None
     started = _begin(assembly, state, params, router_state)
     say(f"initial  parameters from {path}, a Hugging Face model")
-    return Source(path=path, step=0, config={}), started
+    return LineageSource(path=path, step=0, config={}), started
 
 
 def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any) -> TrainState:
@@ -296,8 +296,8 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
     return assembly.workers.begin(started)
 
 
-def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> Source:
-    return Source(path=str(config.initial), step=manifest.step, config=manifest.config)
+def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> LineageSource:
+    return LineageSource(path=str(config.initial), step=manifest.step, config=manifest.config)
 
 
 def initial_directory(config: CheckpointConfig) -> pathlib.Path:
@@ -306,7 +306,7 @@ def initial_directory(config: CheckpointConfig) -> pathlib.Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _rules(config: CheckpointConfig) -> tuple[Rule, ...]:
+def _rules(config: CheckpointConfig) -> tuple[MappingRule, ...]:
     if config.initial_mapping is None:
         return ()
     return read_rules(config.initial_mapping, "checkpoint.initial_mapping")

@@ -15,7 +15,7 @@ from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
-from jaxmoe.run.plan import Plan, describe_rates
+from jaxmoe.run.plan import RunPlan, describe_rates
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_in_words
 from jaxmoe.run.restore import Begun
@@ -109,7 +109,7 @@ def sequence_form(assembly: Assembly) -> str:
     return choose_form(plan.model.context, assembly.execution, length, mesh).reason
 
 
-def _adapter_lines(plan: Plan) -> list[str]:
+def _adapter_lines(plan: RunPlan) -> list[str]:
     """Return what is trained, and of which model."""
     adapter, table = plan.model.adapter, plan.table
     assert adapter is not None  # asked for only then

@@ -26,7 +26,7 @@ TILE, EXPERT_ROWS, INPUT_STEP = 256, 128, 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class TiledProduct:
     """A matrix product of one device."""
 
     path: str
@@ -69,7 +69,7 @@ class Product:
         return ", ".join(hints)
 
 
-def products(plan: StepPlan) -> list[Product]:
+def products(plan: StepPlan) -> list[TiledProduct]:
     """Return the products of weights in the forward pass of a device.
 
     Args:
@@ -84,7 +84,7 @@ def products(plan: StepPlan) -> list[Product]:
     ]
 
 
-def _product(sizes: Sizes, row: ParameterSpec) -> Product:
+def _product(sizes: Sizes, row: ParameterSpec) -> TiledProduct:
     first, second = row.declaration.matrix or ((), ())
     if row.declaration.role == "embedding":  # tied: the head multiplies by its transpose
         first, second = second, first
@@ -97,7 +97,7 @@ def _product(sizes: Sizes, row: ParameterSpec) -> Product:
         stack = sizes.stack_of(row)
         assert stack is not None  # experts are in layers
         rows, count = sizes.rows(stack.kind.feed_forward.sizes) / width, count * width
-    return Product(
+    return TiledProduct(
         path=row.path,
         count=count,
         rows=rows,

@@ -33,7 +33,7 @@ from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request, Result, check_numbers
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import PageTables
 
@@ -152,7 +152,7 @@ class ModelExecutor:
         """Time of compilation of all programs."""
         return sum(program.seconds for program in self.programs)
 
-    def run(self, step: Step) -> dict[int, Result]:
+    def run(self, step: EngineStep) -> dict[int, Result]:
         """Compute a step, and return the tokens of the sequences that draw one.
 
         Args:
@@ -275,7 +275,7 @@ class ModelExecutor:
             jax.block_until_ready(outputs)
         return dataclasses.replace(program, seconds=time.perf_counter() - start_time)
 
-    def _transfer(self, step: Step) -> None:
+    def _transfer(self, step: EngineStep) -> None:
         """Move pages before the work: on the device, to host memory, and back."""
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
@@ -291,7 +291,7 @@ class ModelExecutor:
         self.moved_bytes += host_bytes(host_arrays)
         self.num_transfers += num_transfers(len(pages))
 
-    def _inputs(self, step: Step, program: Program) -> tuple[StepInputs, list[Any]]:
+    def _inputs(self, step: EngineStep, program: Program) -> tuple[StepInputs, list[Any]]:
         """Return the arrays of a step, and (work, row of the tables, first token) of each part."""
         config, (pieces, length) = self.config, program.pieces
         singles, size = config.shapes.singles, config.page_size
@@ -344,4 +344,4 @@ class ModelExecutor:
         return jax.default_device(self._device)
 
 
-_EMPTY = Step(singles=(), pieces=())
+_EMPTY = EngineStep(singles=(), pieces=())

@@ -44,7 +44,7 @@ class Spelled:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Choice:
+class AnswerChoice:
     """One answer as it grows."""
 
     index: int
@@ -99,7 +99,7 @@ class Form(abc.ABC):
             "model": request.model,
         }
 
-    def whole(self, choices: Sequence[Choice], counts: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerChoice], counts: dict[str, Any]) -> dict[str, Any]:
         """Return the object of all answers.
 
         Args:
@@ -109,7 +109,7 @@ class Form(abc.ABC):
         written = [self._whole(choice) | self._end(choice, choice.tokens) for choice in choices]
         return self._head | {"object": self.kind, "choices": written, "usage": counts}
 
-    def chunk(self, choice: Choice, new: str, tokens: Sequence[Generated]) -> dict[str, Any]:
+    def chunk(self, choice: AnswerChoice, new: str, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the object of a part of an answer.
 
         Args:
@@ -125,13 +125,13 @@ class Form(abc.ABC):
         """Return the object that ends a stream with the counts of tokens."""
         return self._head | {"object": self.chunk_kind, "choices": [], "usage": counts}
 
-    def _end(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+    def _end(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         reason = None if choice.ended is None else choice.ended.reason
         logprobs = None if self._asked.num_logprobs is None else self._logprobs(choice, tokens)
         end = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
         return end | self._of_tokens(choice, tokens)
 
-    def _of_tokens(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+    def _of_tokens(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the ids and experts of tokens, as far as they are asked for."""
         fields: dict[str, Any] = {}
         if self._asked.has_token_ids:
@@ -144,7 +144,7 @@ class Form(abc.ABC):
             fields["routed_experts"] = [] if experts is None else experts.tolist()
         return fields
 
-    def _bytes(self, choice: Choice, generated: Generated) -> dict[int, bytes]:
+    def _bytes(self, choice: AnswerChoice, generated: Generated) -> dict[int, bytes]:
         """Return the bytes that a token, and each alternative, adds to the text of a choice.
 
         An id that ends the text has none.
@@ -161,15 +161,15 @@ class Form(abc.ABC):
         return bytes_of_tokens
 
     @abc.abstractmethod
-    def _whole(self, choice: Choice) -> dict[str, Any]:
+    def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
         """Return the text of a whole answer."""
 
     @abc.abstractmethod
-    def _part(self, choice: Choice, new: str) -> dict[str, Any]:
+    def _part(self, choice: AnswerChoice, new: str) -> dict[str, Any]:
         """Return the text of a part of an answer."""
 
     @abc.abstractmethod
-    def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+    def _logprobs(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the log-probabilities of tokens."""
 
 
@@ -179,13 +179,13 @@ class CompletionForm(Form):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
+    def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
         return {"text": choice.text}
 
-    def _part(self, choice: Choice, new: str) -> dict[str, Any]:
+    def _part(self, choice: AnswerChoice, new: str) -> dict[str, Any]:
         return {"text": new}
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+    def _logprobs(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         texts, alternatives, offsets = [], [], []
         for generated in tokens:
             offsets.append(choice.spelled.offset)
@@ -230,14 +230,14 @@ class ChatForm(Form):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
+    def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
-    def _part(self, choice: Choice, new: str) -> dict[str, Any]:
+    def _part(self, choice: AnswerChoice, new: str) -> dict[str, Any]:
         role = {} if choice.has_begun else {"role": "assistant"}
         return {"delta": role | {"content": new}}
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[Generated]) -> dict[str, Any]:
+    def _logprobs(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         content = []
         for generated in tokens:
             spelled = self._bytes(choice, generated)

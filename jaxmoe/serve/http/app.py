@@ -27,7 +27,7 @@ from typing import Any
 from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
 from jaxmoe.serve.answers import Ended
-from jaxmoe.serve.http.answered import ChatForm, Choice, CompletionForm, Form, usage
+from jaxmoe.serve.http.answered import AnswerChoice, ChatForm, CompletionForm, Form, usage
 from jaxmoe.serve.http.asked import Asked, read_chat, read_completion
 from jaxmoe.serve.http.errors import HTTPError
 from jaxmoe.serve.http.prometheus import prometheus_text
@@ -184,7 +184,9 @@ class Endpoint:
     async def _answer(self, request: Any, completion: Asked, form: Form) -> Any:
         """Submit the request and answer it, whole or as a stream."""
         answers = Answers(self._served.engine, completion)
-        choices = [Choice(index=n) for n in range(completion.number * len(completion.prompts))]
+        choices = [
+            AnswerChoice(index=n) for n in range(completion.number * len(completion.prompts))
+        ]
         watch = asyncio.create_task(_cancel_when_gone(request, answers))
         try:
             await answers.begin()
@@ -296,7 +298,7 @@ async def _cancel_when_gone(request: Any, answers: Answers) -> None:
     answers.cancel()
 
 
-async def _collect(answers: Answers, choices: list[Choice]) -> None:
+async def _collect(answers: Answers, choices: list[AnswerChoice]) -> None:
     """Take in all events.
 
     Raises:
@@ -315,7 +317,7 @@ async def _collect(answers: Answers, choices: list[Choice]) -> None:
 
 
 async def _stream(
-    answers: Answers, choices: list[Choice], completion: Asked, form: Form
+    answers: Answers, choices: list[AnswerChoice], completion: Asked, form: Form
 ) -> AsyncIterator[str]:
     """Yield the events of a stream; a client that goes away ends the answers."""
     try:

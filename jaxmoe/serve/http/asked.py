@@ -15,7 +15,7 @@ import secrets
 from typing import Any
 
 from jaxmoe.serve.http.errors import HTTPError, wrong
-from jaxmoe.serve.http.fields import Fields
+from jaxmoe.serve.http.fields import BodyFields
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.requests import Sampling
 
@@ -70,7 +70,7 @@ def read_completion(body: Any, served: Served) -> Asked:
     Raises:
         HTTPError: A field is wrong or not computed.
     """
-    fields = Fields(body, COMPLETION)
+    fields = BodyFields(body, COMPLETION)
     prompts = _prompts(fields.any("prompt"), served)
     most = fields.integer("logprobs", None, 0)
     return _read_request(fields, served, prompts, most, ("max_tokens",), default=16)
@@ -86,7 +86,7 @@ def read_chat(body: Any, served: Served) -> Asked:
     Raises:
         HTTPError: A field is wrong or not computed, or the model has no chat template.
     """
-    fields = Fields(body, CHAT)
+    fields = BodyFields(body, CHAT)
     chat = served.chat_of(served.adapter_of(fields.text("model", served.name)))
     if chat is None:
         raise HTTPError(
@@ -126,7 +126,7 @@ def _prompt(value: Any, served: Served) -> tuple[int, ...]:
 
 
 def _read_request(
-    fields: Fields,
+    fields: BodyFields,
     served: Served,
     prompts: tuple[tuple[int, ...], ...],
     num_logprobs: int | None,
@@ -162,7 +162,7 @@ def _read_request(
         )
     limit = _limit(fields, limits, default, prompts, served.engine.facts.max_length)
     options = fields.any("stream_options")
-    options = Fields({} if options is None else options, ("include_usage",), "stream_options")
+    options = BodyFields({} if options is None else options, ("include_usage",), "stream_options")
     drawn: dict[str, Any] = {
         "temperature": fields.number("temperature", 1.0, 0.0, 100.0),
         "top_k": max(fields.integer("top_k", 0, -1), 0),
@@ -200,7 +200,7 @@ def _read_request(
 
 
 def _limit(
-    fields: Fields,
+    fields: BodyFields,
     names: tuple[str, ...],
     default: int | None,
     prompts: tuple[tuple[int, ...], ...],
@@ -230,7 +230,7 @@ def _limit(
     return limits[field] or default or most - min(map(len, prompts))
 
 
-def _seed(fields: Fields) -> int:
+def _seed(fields: BodyFields) -> int:
     """Return the seed that was given, of 64 bits modulo `_SEEDS`, or a random one."""
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
     return secrets.randbelow(_SEEDS) if seed is None else seed % _SEEDS

@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, Any] = {
 """Fields of OpenAI's API that are not computed, and the value that asks for nothing."""
 
 
-class Fields:
+class BodyFields:
     """Fields of one request; each is read by its type."""
 
     def __init__(self, values: Any, names: Collection[str], param: str | None = None):

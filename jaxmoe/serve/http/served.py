@@ -15,7 +15,7 @@ from jaxmoe.data import DataError
 from jaxmoe.data.chat import ChatTemplate, read_messages, render
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.generation.chat import answer_ends
-from jaxmoe.generation.text import Codec, context_of
+from jaxmoe.generation.text import TextCodec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
 
@@ -62,7 +62,7 @@ class Served:
     """Name of the model in requests."""
     engine: Engine
     """Engine, made with the codec."""
-    codec: Codec
+    codec: TextCodec
     """Encoder and decoder of text."""
     chat: ChatFormat | None = None
     """How it reads conversations; None refuses them."""

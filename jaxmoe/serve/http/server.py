@@ -45,7 +45,7 @@ def make_server(endpoint: Endpoint, *, log_level: str = "warning") -> Any:
     """
     uvicorn = require("uvicorn", "serve")
     base = require("uvicorn.protocols.http.h11_impl", "serve").H11Protocol
-    bounds = _Bounds(endpoint.config)
+    bounds = _ConnectionBounds(endpoint.config)
     server = uvicorn.Server(
         uvicorn.Config(
             endpoint.app,
@@ -103,7 +103,7 @@ class _Sometimes:
             logger.warning(message, *values)
 
 
-class _Bounds:
+class _ConnectionBounds:
     """Connections of a server, and which of them wait for a request."""
 
     def __init__(self, config: EndpointConfig):
@@ -157,7 +157,7 @@ async def _refuse(scope: Any, receive: Any, send: Any) -> None:
     await responses.JSONResponse(error.body, error.status, headers)(scope, receive, send)
 
 
-def _protocol(base: Any, bounds: _Bounds) -> Any:
+def _protocol(base: Any, bounds: _ConnectionBounds) -> Any:
     """Return the protocol of uvicorn with time limits and a bound on connections."""
 
     class Bounded(base):

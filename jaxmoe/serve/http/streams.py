@@ -14,7 +14,7 @@ from jaxmoe.serve.answers import Answer, Ended
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.errors import HTTPError
-from jaxmoe.serve.streams import Stream
+from jaxmoe.serve.streams import AnswerStream
 
 
 class Answers:
@@ -32,7 +32,7 @@ class Answers:
         """
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
-        self._streams: list[Stream] = []
+        self._streams: list[AnswerStream] = []
         self._first: tuple[int, Answer] | None = None
         self._open = completion.number * len(completion.prompts)
         try:
@@ -44,7 +44,7 @@ class Answers:
 
     def _submit(self, engine: Engine, completion: Asked, prompt: tuple[int, ...]) -> None:
         """Submit one prompt; its other answers wait for the first, to share its pages."""
-        leader: Stream | None = None
+        leader: AnswerStream | None = None
         most = min(completion.sampling.max_tokens, engine.facts.max_length - len(prompt))
         for number in range(completion.number):
             seed = completion.sampling.seed + number

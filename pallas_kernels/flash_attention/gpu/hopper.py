@@ -38,7 +38,7 @@ from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.gpu.hopper_backward import differentiate
 from pallas_kernels.flash_attention.gpu.hopper_parts import (
     LOG2_E,
-    Call,
+    AttentionCall,
     Walk,
     fill,
     fill_tokens,
@@ -46,7 +46,7 @@ from pallas_kernels.flash_attention.gpu.hopper_parts import (
     logits_of,
 )
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, tiles_forward
-from pallas_kernels.flash_attention.kernels import Kernels, Operands
+from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels
 from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
@@ -163,7 +163,7 @@ def _attend_kernel(
 
 
 def attend(
-    operands: Operands, *, interpret: Any = None
+    operands: AttentionOperands, *, interpret: Any = None
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
     q, k, v, tokens, rules = operands
@@ -178,7 +178,10 @@ def attend(
     free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiles.stages)
     out, lse = call(
         functools.partial(
-            _attend_kernel, static=Call.of(operands, interpret), tiles=tiles, q_blocks=blocks
+            _attend_kernel,
+            static=AttentionCall.of(operands, interpret),
+            tiles=tiles,
+            q_blocks=blocks,
         ),
         (q, k, v, *lists, *filled),
         (

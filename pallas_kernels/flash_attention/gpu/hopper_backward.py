@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.gpu.hopper_parts import (
     LOG2_E,
-    Call,
+    AttentionCall,
     Walk,
     fill,
     fill_last,
@@ -28,7 +28,7 @@ from pallas_kernels.flash_attention.gpu.hopper_parts import (
     sloped,
 )
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, Tiles, tiles_backward
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient
 from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
@@ -165,7 +165,7 @@ def _d_kv_kernel(
 
 
 def differentiate(
-    operands: Operands, gradient: OutGradient, *, interpret: Any = None
+    operands: AttentionOperands, gradient: OutGradient, *, interpret: Any = None
 ) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     q, k, v, tokens, rules = operands
@@ -178,7 +178,7 @@ def differentiate(
     # Weights are 0 where a query sees no key; -inf - -inf would be NaN.
     lse = fill_last(jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E)
     arrays = (q, k, v, d_out, lse, fill_last(delta))
-    static = Call.of(operands, interpret)
+    static = AttentionCall.of(operands, interpret)
     q_blocks, kv_blocks = q.shape[1] // KEPT, k.shape[1] // KEPT
     by_query, by_key = tiles
     key_slots = tuple(shared((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, filled_width
-from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.flash_attention.kernels import AttentionOperands
 from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
 from pallas_kernels.gpu.hopper_parts import REGISTERS_LOADING, Registers, along, slot_of
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
@@ -131,7 +131,7 @@ class Walk:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class AttentionCall:
     """Static part of a call that all its kernels read."""
 
     rules: Rules
@@ -144,7 +144,7 @@ class Call:
     """Query heads of a key head."""
 
     @classmethod
-    def of(cls, operands: Operands, interpret: Any) -> "Call":
+    def of(cls, operands: AttentionOperands, interpret: Any) -> "AttentionCall":
         """Return the static part of a call."""
         q, k, _, tokens, rules = operands
         return cls(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.gpu.hopper_tiles import reason_against
-from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels, OutGradient
 from pallas_kernels.gpu.capability import device_capability
 from pallas_kernels.gpu.choice import (
     KernelChoice,
@@ -90,17 +90,17 @@ def reason_against_default(*arrays: Any) -> str | None:
     return choice.reason if choice.kernel == "xla" else None
 
 
-def attend(operands: Operands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
+def attend(operands: AttentionOperands) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
     return _kernels_for(operands, backward=False).attend(operands)
 
 
-def differentiate(operands: Operands, gradient: OutGradient) -> tuple[Array, Array, Array]:
+def differentiate(operands: AttentionOperands, gradient: OutGradient) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     return _kernels_for(operands, backward=True).differentiate(operands, gradient)
 
 
-def _kernels_for(operands: Operands, *, backward: bool) -> Kernels:
+def _kernels_for(operands: AttentionOperands, *, backward: bool) -> Kernels:
     q, _, v, *_ = operands
     choice = kernel_for(
         device_capability("flash_attention"),

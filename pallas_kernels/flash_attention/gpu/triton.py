@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels, Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
 from pallas_kernels.flash_attention.visible_blocks import BlockLists, kinds_of_blocks, listed
 from pallas_kernels.gpu.triton_parts import LOG2_E, capped_logits, dot
@@ -38,14 +38,14 @@ from pallas_kernels.jax_versions import shape_varying_like
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Blocks:
+class _AttentionBlocks:
     """Rows of the block that a program writes, and of those that it runs through."""
 
     kept: int
     passing: int
 
 
-def _block_sizes(width: int, itemsize: int) -> tuple[_Blocks, _Blocks]:
+def _block_sizes(width: int, itemsize: int) -> tuple[_AttentionBlocks, _AttentionBlocks]:
     """Return the blocks of both passes: tiles that fit the 99 KiB of the smaller GPUs.
 
     Args:
@@ -55,14 +55,14 @@ def _block_sizes(width: int, itemsize: int) -> tuple[_Blocks, _Blocks]:
     row = width * itemsize
     if itemsize == 4 and row <= 512:
         # Exact float32 products use no tensor core and are unrolled: only small tiles compile.
-        return _Blocks(kept=64, passing=32), _Blocks(kept=32, passing=32)
+        return _AttentionBlocks(kept=64, passing=32), _AttentionBlocks(kept=32, passing=32)
     if row <= 128:
-        return _Blocks(kept=128, passing=64), _Blocks(kept=64, passing=64)
+        return _AttentionBlocks(kept=128, passing=64), _AttentionBlocks(kept=64, passing=64)
     if row <= 256:
-        return _Blocks(kept=128, passing=64), _Blocks(kept=64, passing=32)
+        return _AttentionBlocks(kept=128, passing=64), _AttentionBlocks(kept=64, passing=32)
     if row <= 512:
-        return _Blocks(kept=64, passing=32), _Blocks(kept=32, passing=32)
-    return _Blocks(kept=32, passing=16), _Blocks(kept=16, passing=16)
+        return _AttentionBlocks(kept=64, passing=32), _AttentionBlocks(kept=32, passing=32)
+    return _AttentionBlocks(kept=32, passing=16), _AttentionBlocks(kept=16, passing=16)
 
 
 # Warps by head width, and copies in flight.
@@ -72,7 +72,7 @@ _COMPILER: Callable[[int], plgpu.CompilerParams] = lambda width: plgpu.CompilerP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Sizes:
+class _TritonSizes:
     """Sizes of the arrays before padding."""
 
     b: int
@@ -84,7 +84,7 @@ class _Sizes:
     hv: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array) -> "_Sizes":
+    def of(cls, q: Array, k: Array, v: Array) -> "_TritonSizes":
         (b, s, n, h), (_, u, m, hv) = q.shape, v.shape
         return cls(b=b, s=s, u=u, n=n, m=m, h=h, hv=hv)
 
@@ -284,7 +284,7 @@ def _d_kv_kernel(
 
 
 def attend(
-    operands: Operands, *, interpret: bool = False
+    operands: AttentionOperands, *, interpret: bool = False
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns."""
     blocks, _ = _block_sizes(*_widths(operands))
@@ -294,7 +294,7 @@ def attend(
 
 
 def differentiate(
-    operands: Operands, gradient: OutGradient, *, interpret: bool = False
+    operands: AttentionOperands, gradient: OutGradient, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
     """Return the gradients defined in `pallas_kernels.flash_attention.kernels`."""
     (_, s, _, h), (_, u, _, hv) = operands.q.shape, operands.v.shape
@@ -307,27 +307,27 @@ def differentiate(
     return d_q[:, :s, :, :h], d_k[:, :u, :, :h], d_v[:, :u, :, :hv]
 
 
-def _widths(operands: Operands) -> tuple[int, int]:
+def _widths(operands: AttentionOperands) -> tuple[int, int]:
     q, _, v, *_ = operands
     return _wide(max(q.shape[3], v.shape[3])), q.dtype.itemsize
 
 
 def _call(
     kernel: Callable[..., None],
-    operands: Operands,
+    operands: AttentionOperands,
     gradient: OutGradient | tuple[()],
-    blocks: _Blocks,
+    blocks: _AttentionBlocks,
     outputs: tuple[str, ...],
     interpret: bool,
 ) -> tuple[Array, ...]:
     """Run a kernel whose programs write blocks of queries, or of keys where `outputs` has "d_k"."""
     q, k, v, tokens, rules = operands
-    sizes, by_key = _Sizes.of(q, k, v), "d_k" in outputs
+    sizes, by_key = _TritonSizes.of(q, k, v), "d_k" in outputs
     block_q, block_k = (blocks.passing, blocks.kept) if by_key else (blocks.kept, blocks.passing)
     kinds = kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (block_q, block_k))
     lists = listed(kinds.swapaxes(1, 2) if by_key else kinds)
     q, k, v = _fill(q, block_q), _fill(k, block_k), _fill(v, block_k)
-    filled, group = _Sizes.of(q, k, v), sizes.n // sizes.m
+    filled, group = _TritonSizes.of(q, k, v), sizes.n // sizes.m
     queries: Callable[[int], pl.BlockSpec] = functools.partial(_one_block, blocks.kept)
     keys: Callable[[int], pl.BlockSpec] = functools.partial(_all_keys, filled.u, group)
     per_query, grid = _per_row(blocks.kept), (filled.s // blocks.kept, sizes.b, sizes.n)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu import tiles
 from pallas_kernels.flash_attention.tpu.blocks import Sizes, make_plan
@@ -30,7 +30,7 @@ from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 
 def differentiate(
-    operands: Operands,
+    operands: AttentionOperands,
     gradient: OutGradient,
     *,
     pallas_call: Callable[..., Any] = pl.pallas_call,

@@ -210,7 +210,7 @@ def all_see(rules: Rules, rows: Bounds, keys: Bounds) -> Any:
     return certain
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """Marks of all tokens, and the tiles that are visited."""
 
     row_marks: Array
@@ -234,7 +234,7 @@ class Plan(NamedTuple):
         return self.row_marks.shape[2]
 
 
-def make_plan(sizes: Sizes, tokens: Tokens, rules: Rules) -> Plan:
+def make_plan(sizes: Sizes, tokens: Tokens, rules: Rules) -> BlockPlan:
     """Return marks, bounds and ranges.
 
     Args:
@@ -252,7 +252,7 @@ def make_plan(sizes: Sizes, tokens: Tokens, rules: Rules) -> Plan:
         marks = _marks(xp, sizes, tokens)
         visits = _visits(xp, sizes, marks, rules)
     longest = [int((x[..., 5] - x[..., 4]).max()) + 1 for x in static]
-    return Plan(
+    return BlockPlan(
         row_marks=jnp.asarray(marks[0], jnp.int32),
         key_marks=jnp.asarray(marks[1], jnp.int32),
         row_bounds=jnp.asarray(visits[0].reshape(-1), jnp.int32),

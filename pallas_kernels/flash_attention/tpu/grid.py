@@ -22,8 +22,8 @@ from pallas_kernels.flash_attention.mask import Rules, sees
 from pallas_kernels.flash_attention.tpu import tiles
 from pallas_kernels.flash_attention.tpu.blocks import (
     RECORD,
+    BlockPlan,
     Bounds,
-    Plan,
     Sizes,
     all_see,
     may_see,
@@ -43,7 +43,7 @@ class Grid(NamedTuple):
     """Whether all sequences have the same marks."""
 
     @classmethod
-    def of(cls, sizes: Sizes, plan: Plan, by: Side) -> "Grid":
+    def of(cls, sizes: Sizes, plan: BlockPlan, by: Side) -> "Grid":
         """Return the grid of a kernel that keeps the sums of blocks of rows, or of keys."""
         steps = plan.key_steps if by == "rows" else plan.row_steps
         return cls(sizes, by, steps, plan.num_marks, plan.is_shared)

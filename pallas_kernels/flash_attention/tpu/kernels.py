@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array, Float
-from pallas_kernels.flash_attention.kernels import Kernels, Operands
+from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu import tiles
 from pallas_kernels.flash_attention.tpu.backward import differentiate
@@ -34,7 +34,7 @@ from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 
 def attend(
-    operands: Operands, *, pallas_call: Callable[..., Any] = pl.pallas_call
+    operands: AttentionOperands, *, pallas_call: Callable[..., Any] = pl.pallas_call
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"]]:
     """Return what `pallas_kernels.flash_attention` returns.
 

@@ -41,7 +41,7 @@ _STAGED = COMPUTING * 3 * ROWS * LINE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
+class GroupedTiles:
     """Tiles of one kernel."""
 
     columns: int
@@ -59,7 +59,7 @@ class Tiles:
         return self.columns
 
 
-def tiles_for(width: int, dtype: Any, *, most: int = COLUMNS[0]) -> Tiles:
+def tiles_for(width: int, dtype: Any, *, most: int = COLUMNS[0]) -> GroupedTiles:
     """Return the tiles for a result `width` wide, a multiple of 64.
 
     Args:
@@ -69,7 +69,7 @@ def tiles_for(width: int, dtype: Any, *, most: int = COLUMNS[0]) -> Tiles:
     """
     columns = next(x for x in COLUMNS if width % x == 0 and x <= most)
     number = width // columns
-    return Tiles(
+    return GroupedTiles(
         columns=columns,
         depth=LINE // jnp.dtype(dtype).itemsize,
         stages=min(STAGES, (SHARED - _STAGED) // ((TILE + columns) * LINE)),
@@ -151,7 +151,9 @@ def place_of(
     return at, column * tiles.step, jnp.where(rows[at, 0] < groups, steps, 0)
 
 
-def scratch(tiles: Tiles, dtype: Any, out_dtype: Any, right: tuple[int, int]) -> tuple[Any, ...]:
+def scratch(
+    tiles: GroupedTiles, dtype: Any, out_dtype: Any, right: tuple[int, int]
+) -> tuple[Any, ...]:
     """Return slots of both operands, staging of results, `full` and `free`."""
     wide = LINE // jnp.dtype(out_dtype).itemsize
     return (

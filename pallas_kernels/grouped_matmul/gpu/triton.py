@@ -33,7 +33,7 @@ from pallas_kernels.jax_versions import shape_varying_like
 from pallas_kernels.quantized_array import QuantizedArray
 
 
-class _Blocks(NamedTuple):
+class _ProductBlocks(NamedTuple):
     """Rows and columns of a tile, and the length of the sum per step."""
 
     rows: int
@@ -41,12 +41,12 @@ class _Blocks(NamedTuple):
     depth: int
 
 
-def _block_sizes(itemsize: int) -> _Blocks:
+def _block_sizes(itemsize: int) -> _ProductBlocks:
     """Return tiles that fit the 99 KiB of the smaller GPUs, by the bytes of an element."""
     if itemsize == 4:
         # Exact float32 products use no tensor core and are unrolled: only small tiles compile.
-        return _Blocks(64, 64, 32)
-    return _Blocks(128, 128, 64 // itemsize)
+        return _ProductBlocks(64, 64, 32)
+    return _ProductBlocks(128, 128, 64 // itemsize)
 
 
 def _dot(x: Array, y: Array, axis_x: int, axis_y: int) -> Array:
@@ -126,7 +126,7 @@ def multiply(
 def _multiply(
     factors: Operands,
     group_sizes: Array,
-    blocks: _Blocks,
+    blocks: _ProductBlocks,
     is_turned: bool,
     out_dtype: Any,
     interpret: bool,

@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul.tpu.visits import visit_groups
 from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 
-class _Call(NamedTuple):
+class _ContractCall(NamedTuple):
     """Static part of a call."""
 
     tile: Tile
@@ -83,7 +83,7 @@ def contract_parts(
     is_integer = jnp.issubdtype(dtypes[0], jnp.integer)
     sums = jnp.int32 if is_integer else jnp.float32
     return pl.pallas_call(
-        functools.partial(_kernel, call=_Call(tile, dtypes, scale is not None)),
+        functools.partial(_kernel, call=_ContractCall(tile, dtypes, scale is not None)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
             grid=(-(-k // tile.summed), parts * wide, visits.number),
@@ -111,7 +111,7 @@ def contract_parts(
 
 
 def _kernel(
-    group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _Call
+    group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _ContractCall
 ) -> None:
     del read, write
     rows, others, *scale, out, sums = refs

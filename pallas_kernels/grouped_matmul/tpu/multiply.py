@@ -44,7 +44,7 @@ Follow = Callable[[list[Array], list[Array]], Sequence[Sequence[Array]]]
 """(sums, one [r o] each; list of extras [q r o]) -> parts [r o] of each output."""
 
 
-class _Call(NamedTuple):
+class _MultiplyCall(NamedTuple):
     """Static part of a call."""
 
     tile: Tile
@@ -105,7 +105,7 @@ def multiply_and(
     width = k if is_turned else n
     tile = _tile(factors, width, outs, extras, is_turned=is_turned)
     visits = visit_rows(group_sizes, num_rows, tile.rows)
-    call = _Call(
+    call = _MultiplyCall(
         tile=tile,
         steps=summed // tile.summed,
         parts=parts,
@@ -190,7 +190,7 @@ def _tile(
     )
 
 
-def _operands(call: _Call) -> tuple[list[Array], list[pl.BlockSpec]]:
+def _operands(call: _MultiplyCall) -> tuple[list[Array], list[pl.BlockSpec]]:
     """Return rows, matrices and scales, with their block specs."""
     f, tile = call.factors, call.tile
     across, along = (tile.out, tile.summed) if call.is_turned else (tile.summed, tile.out)
@@ -237,7 +237,7 @@ def _operands(call: _Call) -> tuple[list[Array], list[pl.BlockSpec]]:
 
 
 def _kernel(
-    group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _Call
+    group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _MultiplyCall
 ) -> None:
     f, tile = call.factors, call.tile
     operands = iter(refs)
@@ -355,7 +355,7 @@ def over_pieces(
 
 
 def _product(
-    call: _Call,
+    call: _MultiplyCall,
     rows: Any,
     matrices: Any,
     row_scales: Any,

@@ -44,7 +44,7 @@ from pallas_kernels.gpu.hopper_parts import (
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled
-from pallas_kernels.quantized_matmul.gpu.tiles import STEP_FEW_BITS, Tiles, tiles_few_bits
+from pallas_kernels.quantized_matmul.gpu.tiles import STEP_FEW_BITS, QuantizedTiles, tiles_few_bits
 
 # Columns that are moved at a time, and columns that are written at a time.
 _MOVED, _PIECE = 128, 64
@@ -170,7 +170,7 @@ def _call(
     w: Array,
     ends: tuple[Array, Array],
     factors: Scaled,
-    tiles: Tiles,
+    tiles: QuantizedTiles,
     sums: Any,
     out_dtype: Any,
     interpret: Any,

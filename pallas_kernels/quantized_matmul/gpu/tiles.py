@@ -42,7 +42,7 @@ _STARTING = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
+class QuantizedTiles:
     """The part of the product that a program computes."""
 
     rows: int
@@ -100,7 +100,7 @@ def exact_products(x: Any, w: QuantizedArray) -> int | None:
 
 def tiles_widened(
     m: int, n: int, k: int, w_bits: int, block: int | None, exact: int | None
-) -> Tiles:
+) -> QuantizedTiles:
     """Return the tiles of a product with n and k in whole tiles.
 
     Args:
@@ -126,10 +126,10 @@ def tiles_widened(
         section -= 1
     programs = (n // accumulators) * -(-m // rows)
     splits = _splits(programs, k // STEP // section, section)
-    return Tiles(rows=rows, columns=columns, stages=stages, section=section, splits=splits)
+    return QuantizedTiles(rows=rows, columns=columns, stages=stages, section=section, splits=splits)
 
 
-def tiles_few_bits(m: int, n: int, block: int | None, out_bytes: int) -> Tiles:
+def tiles_few_bits(m: int, n: int, block: int | None, out_bytes: int) -> QuantizedTiles:
     """Return the tiles of a product with k in whole steps.
 
     Args:
@@ -146,7 +146,9 @@ def tiles_few_bits(m: int, n: int, block: int | None, out_bytes: int) -> Tiles:
     # Two buffers of 64 rows and columns per warpgroup, from which the result is written.
     free_bytes = SHARED - COMPUTING * 2 * 64 * 64 * out_bytes
     section = 1 if block is None else block // STEP_FEW_BITS
-    return Tiles(rows=rows, columns=columns, stages=min(6, free_bytes // slot), section=section)
+    return QuantizedTiles(
+        rows=rows, columns=columns, stages=min(6, free_bytes // slot), section=section
+    )
 
 
 def _even(m: int, most: int) -> int:

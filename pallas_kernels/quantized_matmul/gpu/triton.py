@@ -37,18 +37,18 @@ SMALLEST_BLOCK = 32
 _COMPILER = plgpu.CompilerParams(num_warps=4, num_stages=3)
 
 
-class _Tiles(NamedTuple):
+class _TritonTiles(NamedTuple):
     m: int
     n: int
     k: int
 
 
-def _tiles(m: int, dtype: Any, block: int | None) -> _Tiles:
+def _tiles(m: int, dtype: Any, block: int | None) -> _TritonTiles:
     """Return tiles in powers of two; a block of scales holds whole steps of k."""
     rows = min(64, max(16, pl.next_power_of_2(m)))
     # Exact float32 products use no tensor core and are unrolled: only small tiles compile.
     columns, step = (64, 32) if dtype == jnp.float32 else (128, 64)
-    return _Tiles(rows, columns, step if block is None else min(step, block & -block))
+    return _TritonTiles(rows, columns, step if block is None else min(step, block & -block))
 
 
 def multiply(

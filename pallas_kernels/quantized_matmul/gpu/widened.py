@@ -48,7 +48,7 @@ from pallas_kernels.gpu.hopper_parts import (
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 from pallas_kernels.jax_versions import transposed_ref
 from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled, pad
-from pallas_kernels.quantized_matmul.gpu.tiles import STEP, Tiles, tiles_widened
+from pallas_kernels.quantized_matmul.gpu.tiles import STEP, QuantizedTiles, tiles_widened
 
 
 def _widened_kernel(*refs, tiles, is_given, sections, sums, registers):
@@ -219,7 +219,9 @@ def multiply(factors: Scaled, *, exact: int | None, out_dtype: Any, interpret: A
     return factors.finish(out).astype(out_dtype)
 
 
-def _call(x: Array, factors: Scaled, tiles: Tiles, sums: Any, bits: int, interpret: Any) -> Array:
+def _call(
+    x: Array, factors: Scaled, tiles: QuantizedTiles, sums: Any, bits: int, interpret: Any
+) -> Array:
     (rows, k), n = x.shape, factors.w.shape[1]
     stages, columns = tiles.stages, tiles.columns
     # TMA copies at least 128 bytes here.

@@ -41,7 +41,7 @@ from pallas_kernels.quantized_matmul.mixed_array import MixedArray
 from pallas_kernels.quantized_matmul.tpu.layout import (
     EXACT,
     LANES,
-    Layout,
+    FactorLayout,
     fill,
     lay_out,
 )
@@ -134,7 +134,7 @@ def _multiply(x: Any, w: Any, out_dtype: Any, num_wide: int | None = None) -> Ar
     return out[: x.shape[0]]
 
 
-def _kernel(*refs: Any, layout: Layout, is_given: tuple[bool, ...]) -> None:
+def _kernel(*refs: Any, layout: FactorLayout, is_given: tuple[bool, ...]) -> None:
     *inputs, out, sums = refs
     operands = iter(inputs)
     x, x_ends, x_parts, w, w_ends, w_parts = (
@@ -173,7 +173,7 @@ def _kernel(*refs: Any, layout: Layout, is_given: tuple[bool, ...]) -> None:
         out[...] = result.astype(out.dtype)
 
 
-def _in_runs(add: Callable[[int | None], None], step: Any, layout: Layout) -> None:
+def _in_runs(add: Callable[[int | None], None], step: Any, layout: FactorLayout) -> None:
     """Add the tile of a step: of wide blocks, of narrow ones, or of both."""
     if layout.narrow_from is None:
         add(None)
@@ -188,7 +188,7 @@ def _in_runs(add: Callable[[int | None], None], step: Any, layout: Layout) -> No
     pl.when(step >= num_tiles + (remainder > 0))(lambda: add(0))
 
 
-def _blocks(x: Array, w: Array, layout: Layout) -> Iterator[tuple[int, Array, Array]]:
+def _blocks(x: Array, w: Array, layout: FactorLayout) -> Iterator[tuple[int, Array, Array]]:
     """Return the pieces of a tile that add up without scales between them, with their scale blocks.
 
     Blocks narrower than a register are cut out of x by zeros, and meet all rows of w beside them.
@@ -208,7 +208,7 @@ def _blocks(x: Array, w: Array, layout: Layout) -> Iterator[tuple[int, Array, Ar
             yield start // block + i, rows.astype(left.dtype), right
 
 
-def _dot(x: Array, w: Array, layout: Layout, is_narrow: bool = False) -> Array:
+def _dot(x: Array, w: Array, layout: FactorLayout, is_narrow: bool = False) -> Array:
     """Return x @ w of a piece, in int32 for integers and float32 for others."""
     dtype = layout.multiplied
     if is_narrow:
@@ -269,7 +269,9 @@ def _multiply_turned(d_out: Array, w: QuantizedArray) -> Array:
     return layout.unfilled(out[:m], k)
 
 
-def _turned_kernel(d_out: Any, w: Any, scales: Any, out: Any, sums: Any, *, layout: Layout) -> None:
+def _turned_kernel(
+    d_out: Any, w: Any, scales: Any, out: Any, sums: Any, *, layout: FactorLayout
+) -> None:
     step = pl.program_id(2)
 
     @pl.when(step == 0)
@@ -307,7 +309,7 @@ def _precision(dtype: Any) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if is_wide else jax.lax.Precision.DEFAULT
 
 
-def _cost(layout: Layout, arrays: list[Array], out_bytes: int) -> pl.CostEstimate:
+def _cost(layout: FactorLayout, arrays: list[Array], out_bytes: int) -> pl.CostEstimate:
     """Return the cost for XLA's scheduler."""
     return pl.CostEstimate(
         flops=2 * layout.m * layout.k * layout.n,

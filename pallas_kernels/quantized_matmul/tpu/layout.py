@@ -44,7 +44,7 @@ _ROWS = 32
 """Rows of int8 in one register tile; fewer rows are padded to it."""
 
 
-class Layout(NamedTuple):
+class FactorLayout(NamedTuple):
     """Static layout of a product."""
 
     m: int
@@ -91,7 +91,7 @@ def lay_out(
     *,
     num_wide: int | None = None,
     is_turned: bool = False,
-) -> tuple[Layout, Factor, Factor]:
+) -> tuple[FactorLayout, Factor, Factor]:
     """Cut a product into tiles.
 
     Args:
@@ -113,7 +113,7 @@ def lay_out(
     is_narrow = num_wide is not None and device_kind() in INTEGER_UNITS
     is_narrow &= block is None or block >= LANES
     narrow_from = (num_wide or 0) * (filled // (block or filled)) if is_narrow else None
-    layout = Layout(
+    layout = FactorLayout(
         m=_up(m, _ROWS), k=_up(k // (block_size or k) * filled, LANES), n=n, tile_m=0, tile_k=0,
         tile_n=0, block=block, multiplied=_multiply(x), is_integer=is_integer,
         narrow_from=narrow_from, filled=(block_size or k, filled), is_turned=is_turned,
@@ -138,7 +138,7 @@ def _common_block(x: Any, w: Any) -> int | None:
     return math.gcd(*sizes) if sizes else None
 
 
-def _parts(a: Any, layout: Layout, length: int) -> Array | None:
+def _parts(a: Any, layout: FactorLayout, length: int) -> Array | None:
     """Return the scales of a side with blocks, [tiles, blocks of a tile, m or n]."""
     if layout.block is None or not isinstance(a, QuantizedArray) or a.block_size is None:
         return None
@@ -159,7 +159,7 @@ def _ends(a: Any, length: int, filled: int) -> Array | None:
     return fill(row, 1, filled)
 
 
-def _fill(values: Array, axis: int, layout: Layout) -> Array:
+def _fill(values: Array, axis: int, layout: FactorLayout) -> Array:
     """Pad every block, and then k."""
     size, filled = layout.filled
     if size < filled:
@@ -211,7 +211,7 @@ def _multiply(x: Any) -> Any:
 # Tiles.
 
 
-def _with_tiles(layout: Layout, x: Any, w: Any, out_dtype: Any) -> Layout:
+def _with_tiles(layout: FactorLayout, x: Any, w: Any, out_dtype: Any) -> FactorLayout:
     widths = tuple(_width(dtype) for dtype in (_values(x).dtype, _values(w).dtype, out_dtype))
 
     def fits(sizes: Mapping[str, int]) -> bool:
@@ -227,7 +227,7 @@ def _width(dtype: Any) -> float:
     return 0.5 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize
 
 
-def _rule(layout: Layout, fits: Callable[[Mapping[str, int]], bool]) -> dict[str, int]:
+def _rule(layout: FactorLayout, fits: Callable[[Mapping[str, int]], bool]) -> dict[str, int]:
     """Return tile sizes: long in k for few rows, limited by reading w; squarer for many."""
     unit = max(LANES, layout.block or LANES)
     longest = 2048 if layout.m <= 64 else 1024
@@ -247,7 +247,7 @@ def _rule(layout: Layout, fits: Callable[[Mapping[str, int]], bool]) -> dict[str
     return sizes
 
 
-def _fits(layout: Layout, sizes: Mapping[str, int], widths: tuple[float, ...]) -> bool:
+def _fits(layout: FactorLayout, sizes: Mapping[str, int], widths: tuple[float, ...]) -> bool:
     """Return whether blocks and registers are whole, and two tiles of all copies fit memory."""
     m, k, n = (sizes[name] for name in "mkn")
     if layout.k % k or k % max(LANES, layout.block or 1):

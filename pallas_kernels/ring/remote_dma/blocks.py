@@ -9,7 +9,7 @@ kernels, and each sends about half of the bytes.
 from collections.abc import Sequence
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient
 from pallas_kernels.flash_attention.tpu import backward as pallas_tpu_backward
 from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
 from pallas_kernels.ring.parcel import Parcel
@@ -19,7 +19,7 @@ __all__ = ["attend", "differentiate", "send"]
 
 
 def attend(
-    operands: Operands, parcels: Sequence[Parcel], axis_name: str
+    operands: AttentionOperands, parcels: Sequence[Parcel], axis_name: str
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     """Return (out, lse) of a block, and what arrives; see `ring.step.attend_and_send`."""
     sender = Sender(parcels, axis_name)
@@ -28,7 +28,7 @@ def attend(
 
 
 def differentiate(
-    operands: Operands, gradient: OutGradient, parcels: Sequence[Parcel], axis_name: str
+    operands: AttentionOperands, gradient: OutGradient, parcels: Sequence[Parcel], axis_name: str
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
     """Return the gradients of a block, and what arrives; see `ring.step`."""
     sender = Sender(parcels, axis_name, num_kernels=2)

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu.blocks import Sizes
 from pallas_kernels.flash_attention.tpu.tiles import column, differentiate_tile, dot
@@ -43,7 +43,7 @@ from pallas_kernels.ring.remote_dma.ring_keys import (
 
 
 def differentiate_ring(
-    operands: Operands, gradient: OutGradient, *, axis_name: str
+    operands: AttentionOperands, gradient: OutGradient, *, axis_name: str
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of attention to the keys of all ranks of an axis, in float32.
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array, Float, Float32
-from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.flash_attention.kernels import AttentionOperands
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu.blocks import Sizes
 from pallas_kernels.flash_attention.tpu.tiles import (
@@ -37,7 +37,7 @@ from pallas_kernels.ring.remote_dma.ring_keys import (
 
 
 def attend_ring(
-    operands: Operands, *, axis_name: str
+    operands: AttentionOperands, *, axis_name: str
 ) -> tuple[Float[Array, "B S N Hv"], Float32[Array, "B N S"]]:
     """Return attention to the keys of all ranks of an axis.
 

@@ -30,12 +30,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.array_types import Array
-from pallas_kernels.flash_attention.kernels import Operands
+from pallas_kernels.flash_attention.kernels import AttentionOperands
 from pallas_kernels.flash_attention.mask import Rules, sees
 from pallas_kernels.flash_attention.tpu.blocks import (
     RECORD,
+    BlockPlan,
     Bounds,
-    Plan,
     Sizes,
     all_see,
     make_plan,
@@ -183,7 +183,7 @@ class Shape(NamedTuple):
 
 
 def prepare(
-    operands: Operands, axis_name: str
+    operands: AttentionOperands, axis_name: str
 ) -> tuple[Shape, tuple[Array, Array], tuple[Array, Array]]:
     """Return the static part of a kernel, its scalars (place, visits), and marks of rows and keys.
 
@@ -222,7 +222,7 @@ def vmem_budget() -> int:
     return pltpu.get_tpu_info().vmem_capacity_bytes - 2 * BLOCKS_VMEM
 
 
-def make_visits(sizes: Sizes, plan: Plan, rules: Rules, axis_name: str) -> Array:
+def make_visits(sizes: Sizes, plan: BlockPlan, rules: Rules, axis_name: str) -> Array:
     """Return what each block of rows sees of every rank's keys.
 
     Args:

@@ -14,9 +14,9 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import (
     AdamWConfig,
+    GroupMembers,
     GroupTraits,
     LinearConfig,
-    Members,
     MuonConfig,
     Optimizer,
 )
@@ -51,7 +51,7 @@ class SignConfig(Optimizer):
         """Return the ratio of the slow group."""
         return 1.0 if group == "sign" else self.slow_ratio
 
-    def transformation(self, members: Members) -> optax.GradientTransformation:
+    def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return steps of sign descent or gradient descent."""
         sign = optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates))
         kind = sign if members.group == "sign" else optax.identity()

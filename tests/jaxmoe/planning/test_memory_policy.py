@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.planning.search.memory_policy import Choice, cheapest, choices_of, policy_fields
+from jaxmoe.planning.search.memory_policy import MemoryChoice, cheapest, choices_of, policy_fields
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
 
 CHOICES = st.tuples(st.integers(0, 9), st.integers(0, 9))
@@ -20,7 +20,7 @@ CHOICES = st.tuples(st.integers(0, 9), st.integers(0, 9))
     st.integers(0, 30),
 )
 def test_the_policy_is_the_cheapest_of_all_combinations(pairs, needed):
-    groups = [[Choice(freed=f, seconds=s) for f, s in choices] for choices in pairs]
+    groups = [[MemoryChoice(freed=f, seconds=s) for f, s in choices] for choices in pairs]
     costs = [
         sum(one.seconds for one in taken)
         for taken in itertools.product(*groups)

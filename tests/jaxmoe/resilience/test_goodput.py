@@ -13,7 +13,14 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxmoe.resilience import goodput
-from jaxmoe.resilience.goodput import ROWS, Ledger, Record, account, format_goodput, read_ledger
+from jaxmoe.resilience.goodput import (
+    ROWS,
+    Ledger,
+    StartRecord,
+    account,
+    format_goodput,
+    read_ledger,
+)
 from jaxmoe.tracking.report import TIME_ROWS
 from jaxmoe.training import stopwatch
 from jaxmoe.training.stopwatch import Stopwatch, process_age
@@ -172,7 +179,7 @@ def test_the_rows_are_the_wall_time_whatever_happened(given):
         began, step, train = now, first_step, 0.0
         for steps, seconds in [(0, 0.0), *reports]:
             step, train = step + steps, train + seconds
-            record = Record(
+            record = StartRecord(
                 start=number,
                 began=began,
                 first_step=first_step,

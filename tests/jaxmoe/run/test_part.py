@@ -32,7 +32,7 @@ from jaxmoe.run.parts import (
     PARTS,
     REQUESTS,
     ConfiguredPart,
-    Request,
+    PartRequest,
     RunPart,
     TimeLimit,
     TimeLimitConfig,
@@ -46,7 +46,7 @@ from tests.support.source_tree import ROOT
 
 MEMBERS = (
     *(GradientComparison, KeptPartition, LinkMeasurements, OptimizerFiles, Recomputation),
-    *(Replacement, ReplicasPart, Request, Resizing, Shrink, Site, Snapshots),
+    *(Replacement, ReplicasPart, PartRequest, Resizing, Shrink, Site, Snapshots),
     *(Telemetry, TimeLimit),
 )
 ABSENT = {"jaxmoe.contrib", "jaxmoe.run.serving"}
@@ -70,7 +70,7 @@ def test_the_table_has_every_part():
         *REQUESTS.values(),
     }
     assert {pkgutil.resolve_name(address) for address in addresses} == {*MEMBERS} - {
-        *(Request, TimeLimit)
+        *(PartRequest, TimeLimit)
     }
 
 
@@ -119,7 +119,7 @@ def test_the_history_of_a_run_asks_for_a_part(tmp_path):
         add_event(directory, Event(event="averaged", step=3, changes=("layer 1",)))
     with library_supervision(config.processes) as supervision:
         parts = make_parts(config, directory, supervision)
-    assert [type(part) for part in parts] == [Replacement, Request]
+    assert [type(part) for part in parts] == [Replacement, PartRequest]
 
 
 def test_variables_of_the_table_are_those_of_their_owners():

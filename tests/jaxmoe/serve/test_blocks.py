@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxmoe.serve.blocks import BlockPool, num_pages, page_name, root_name
-from jaxmoe.serve.ledger import Ledger
+from jaxmoe.serve.ledger import PageLedger
 
 SIZE = 2
 tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         while (known + 1) * SIZE <= len(tokens) and table.chain(known + 1) in self.chains:
             known += 1
         assert hits == tuple(self.chains[table.chain(i + 1)] for i in range(known)), "I5"
-        ledger = Ledger(self.pool)
+        ledger = PageLedger(self.pool)
         ledger.share(hits)
         ledger.take(num_pages(len(tokens), SIZE) - known)
         self.pool.share(hits)
@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def give(self, pages):
         held = [page for table in self.tables for page in table.pages]
-        freed = Ledger(self.pool).freed(pages)
+        freed = PageLedger(self.pool).freed(pages)
         before = self.pool.num_free
         self.pool.give(pages)
         assert self.pool.num_free == before + freed

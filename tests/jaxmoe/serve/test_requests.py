@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxmoe.serve import Objective, Request, Sampling, Shapes
+from jaxmoe.serve import LatencyObjective, Request, Sampling, Shapes
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_salt_that_cannot_name_pages_is_refused():
     [({}, True), ({"ttft": 0.5}, False), ({"tpot": 0.05}, False), ({"deadline": 2.9}, False)],
 )
 def test_an_objective_is_met_if_every_limit_is_kept(limit, is_met):
-    assert Objective(**limit).is_met(1.0, 0.1, 3.0) == is_met
+    assert LatencyObjective(**limit).is_met(1.0, 0.1, 3.0) == is_met
 
 
 SHAPES = Shapes(singles=8, pieces=((1, 256), (4, 64), (2, 64)))

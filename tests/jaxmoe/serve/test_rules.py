@@ -12,9 +12,9 @@ from jaxmoe.serve import (
     Facts,
     Instance,
     Lane,
-    Piece,
     Plan,
     PlanError,
+    PromptPiece,
     Request,
     Sampling,
     Shapes,
@@ -31,10 +31,10 @@ def served(**changes):
     for id_, length in enumerate((3, 3, 14, 5, 5)):
         prompt = tuple(range(10 * id_, 10 * id_ + length))
         instance.submit(Request(id=id_, prompt=prompt, sampling=Sampling(max_tokens=9)), 0.0)
-    plan = Plan.of([], [Piece(0, 3), Piece(1, 3), Piece(2, 9)], admit=[0, 1, 2])
+    plan = Plan.of([], [PromptPiece(0, 3), PromptPiece(1, 3), PromptPiece(2, 9)], admit=[0, 1, 2])
     (step,) = instance.start(plan, 0.0)
     instance.apply(step, executor.run(step), 1.0)
-    (step,) = instance.start(Plan.of([0], [Piece(2, 3)]), 1.0)
+    (step,) = instance.start(Plan.of([0], [PromptPiece(2, 3)]), 1.0)
     instance.apply(step, executor.run(step), 2.0)
     return instance
 
@@ -42,23 +42,27 @@ def served(**changes):
 BROKEN = {
     "known": (Plan.of([9]), "running", "sequence 9 does not run"),
     "a single twice": (Plan.of([0, 0]), "once", "names a sequence twice"),
-    "single and piece": (Plan.of([0], [Piece(0, 1)]), "once", "names a sequence twice"),
+    "single and piece": (Plan.of([0], [PromptPiece(0, 1)]), "once", "names a sequence twice"),
     "two lanes": (Plan((Lane((0,)), Lane((1,), number=1))), "lane", "lanes"),
-    "waiting": (Plan.of([], [Piece(3, 5)]), "running", "sequence 3 does not run"),
+    "waiting": (Plan.of([], [PromptPiece(3, 5)]), "running", "sequence 3 does not run"),
     "evicted and computed": (Plan.of([0], evict=[Eviction(0)]), "running", "sequence 0 does not"),
     "evicted and admitted": (Plan.of([], admit=[0], evict=[Eviction(0)]), "once", "twice"),
     "evict a waiting one": (Plan.of([], evict=[Eviction(3)]), "evict", "sequence 3 does not run"),
     "admit a running one": (Plan.of([], admit=[0]), "admit", "sequence 0 does not wait"),
     "restore": (Plan(restore=(3,)), "restore", "sequence 3 is not swapped"),
-    "too many": (Plan.of([], [Piece(2, 3)]), "count", "3 tokens of sequence 2, which has 2 left"),
-    "none": (Plan((Lane((0,), (Piece(2, 0),)),)), "count", "0 tokens of sequence 2"),
+    "too many": (
+        Plan.of([], [PromptPiece(2, 3)]),
+        "count",
+        "3 tokens of sequence 2, which has 2 left",
+    ),
+    "none": (Plan((Lane((0,), (PromptPiece(2, 0),)),)), "count", "0 tokens of sequence 2"),
     "prompt as a single": (Plan.of([2]), "single", "sequence 2 has not 1 token left"),
     "pages": (
-        Plan.of([1], [Piece(2, 2), Piece(3, 5), Piece(4, 5)], admit=[3, 4]),
+        Plan.of([1], [PromptPiece(2, 2), PromptPiece(3, 5), PromptPiece(4, 5)], admit=[3, 4]),
         "pages",
         "pages are lacking",
     ),
-    "layers": (Plan.of([], [Piece(2, 2, (0, 1))]), "layers", "layers"),
+    "layers": (Plan.of([], [PromptPiece(2, 2, (0, 1))]), "layers", "layers"),
 }
 
 
@@ -78,18 +82,18 @@ def test_a_broken_rule_is_named(name):
     ]
     assert before == after
     instance.check_pages()
-    assert instance.start(Plan.of([0, 1], [Piece(2, 2)]), 2.0)
+    assert instance.start(Plan.of([0, 1], [PromptPiece(2, 2)]), 2.0)
 
 
 def test_more_sequences_than_may_run_are_not_admitted():
     instance = served(max_running=3)
     with pytest.raises(PlanError, match="4 sequences would run, at most 3"):
-        instance.start(Plan.of([], [Piece(3, 4)], admit=[3]), 2.0)
+        instance.start(Plan.of([], [PromptPiece(3, 4)], admit=[3]), 2.0)
 
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan.of([0, 1]), Plan.of([0], [Piece(2, 2)])],
+    [Plan.of([0, 1]), Plan.of([0], [PromptPiece(2, 2)])],
     ids=["three singles of two", "a piece of none"],
 )
 def test_shapes_that_are_not_compiled_are_refused(plan):
@@ -105,7 +109,7 @@ def test_the_layers_of_a_piece_follow_each_other():
     executor.run = lambda step: {}  # the prompt ends with the last layers only
 
     def through(layers, count=2):
-        (step,) = instance.start(Plan.of([], [Piece(2, count, layers)]), 2.0)
+        (step,) = instance.start(Plan.of([], [PromptPiece(2, count, layers)]), 2.0)
         assert [work.draws for work in step.works] == [False]
         instance.apply(step, {}, 3.0)
 
@@ -117,7 +121,7 @@ def test_the_layers_of_a_piece_follow_each_other():
         with pytest.raises(PlanError, match="sequence 2 is at layer 1"):
             through(wrong, count)
     through((1, 2))
-    (step,) = instance.start(Plan.of([], [Piece(2, 2, (2, 3))]), 2.0)
+    (step,) = instance.start(Plan.of([], [PromptPiece(2, 2, (2, 3))]), 2.0)
     assert [work.draws for work in step.works] == [True]
     assert instance.queues.running[2].computed == 12
 

@@ -25,7 +25,7 @@ from jaxmoe.tracking.terminal import (
     MAX_LINES,
     LiveTracker,
     SilentConsole,
-    View,
+    TerminalView,
     cell,
     is_watched,
     open_console,
@@ -104,7 +104,7 @@ def test_the_strip_is_bounded(layers, experts, width):
 
 def test_the_view_says_it_all():
     load = np.array([[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.2, 0.0]])
-    view = View(
+    view = TerminalView(
         total_steps=300, step=120, seconds_gone=31, seconds_left=58, metrics=NUMBERS, load=load
     )
     lines = text_of(view.lines(100))
@@ -121,15 +121,15 @@ def test_the_view_says_it_all():
 
 def test_every_x_of_the_view_is_a_dead_expert():
     for load in ([0.0, 0.5, 0.5, 0.0], [1e-3, 0.5, 0.499, 0.0], [0.25] * 4):
-        view = View(total_steps=10, metrics=NUMBERS, load=np.array([load]))
+        view = TerminalView(total_steps=10, metrics=NUMBERS, load=np.array([load]))
         strip, *_, numbers = text_of(view.lines(100))[2:4]
         assert f"dead {strip.count(DEAD)} of 4" in numbers and strip.count(DEAD) == load.count(0.0)
 
 
 def test_a_run_without_bytes_or_experts_shows_what_there_is():
-    view = View(total_steps=10, metrics={LOSS: 1.0, BITS_PER_TOKEN: 1.5})
+    view = TerminalView(total_steps=10, metrics={LOSS: 1.0, BITS_PER_TOKEN: 1.5})
     assert text_of(view.lines(80))[1:] == ["loss 1.0000   held out 1.5000 bits/token"]
-    waiting = text_of(View(total_steps=10).lines(80))
+    waiting = text_of(TerminalView(total_steps=10).lines(80))
     assert waiting[1] == "compiled; the first steps are under way"
 
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import OPERATIONS, flash_attention
 from pallas_kernels.flash_attention import OPERATION, xla
 from pallas_kernels.flash_attention.api import KERNELS
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import blocks as pallas_tpu_blocks
 from pallas_kernels.flash_attention.tpu.blocks import BlockSizes
@@ -289,7 +289,7 @@ def test_tiers_hold_every_visible_key(s, u, block, causal, window):
     is_visible = (distance >= 0) | (not causal)
     is_visible &= (window is None) or (np.abs(distance) < window)
     blocks = -(-s // block)
-    sizes = xla._Sizes(1, s, 1, 1, blocks, -(-s // blocks))
+    sizes = xla._XlaSizes(1, s, 1, 1, blocks, -(-s // blocks))
     is_covered = np.zeros((s, u), bool)
     rules = Rules(causal=causal, window=window, softcap=None, scale=1.0)
     tiers = xla._tiers(sizes, u, Tokens(None, None, None, None), rules)
@@ -425,13 +425,13 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(implementation, key):
     rules = Rules(causal=True, window=None, softcap=3.0, scale=0.4)
     positions, later = jnp.arange(12) + 2, jnp.arange(16)
     tokens = Tokens(positions, later, None, None)
-    out, lse = KERNELS["reference"].attend(Operands(q, k, v, tokens, rules))
+    out, lse = KERNELS["reference"].attend(AttentionOperands(q, k, v, tokens, rules))
     gradient = OutGradient(d_out, lse, softmax_delta(out, d_out))
 
     def differentiate(name, part):
         @jax.jit
         def one(k, v, later):
-            operands = Operands(q, k, v, Tokens(positions, later, None, None), rules)
+            operands = AttentionOperands(q, k, v, Tokens(positions, later, None, None), rules)
             return KERNELS[name].differentiate(operands, gradient)
 
         with on_the_cpu(name):

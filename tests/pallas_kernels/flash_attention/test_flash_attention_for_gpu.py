@@ -60,7 +60,7 @@ INTERPRETED = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Shrink tiles so that the shapes of CASES have several."""
-    blocks = pallas_gpu_triton._Blocks
+    blocks = pallas_gpu_triton._AttentionBlocks
     small = blocks(kept=16, passing=32), blocks(kept=32, passing=16)
     monkeypatch.setattr(pallas_gpu_triton, "_block_sizes", lambda *_: small)
 
@@ -207,7 +207,7 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(name):
     out, lse = reference.flash_attention(q, k, v, tokens, rules)
     delta = kernels.softmax_delta(out, d_out)
     gradient = kernels.OutGradient(d_out, lse, delta)
-    whole = reference.differentiate(kernels.Operands(q, k, v, tokens, rules), gradient)
+    whole = reference.differentiate(kernels.AttentionOperands(q, k, v, tokens, rules), gradient)
 
     def part(keys):
         some = Tokens(
@@ -219,7 +219,7 @@ def test_parts_of_the_keys_have_parts_of_the_gradient(name):
 
         @jax.jit
         def run(k, v):
-            operands = kernels.Operands(q, k, v, some, rules)
+            operands = kernels.AttentionOperands(q, k, v, some, rules)
             return INTERPRETED[name].differentiate(operands, gradient)
 
         return run(k[:, keys], v[:, keys])
@@ -351,7 +351,7 @@ def test_fallback_warns():
 def test_unsupported_gpu_or_dtype_is_refused():
     q = jnp.zeros((1, 5, 2, 64))
     with pytest.raises(ValueError, match="'pallas_gpu' need a gpu, and this program is for a cpu"):
-        pallas_gpu.attend(kernels.Operands(q, q, q, *_arguments(HOPPER, 64)))
+        pallas_gpu.attend(kernels.AttentionOperands(q, q, q, *_arguments(HOPPER, 64)))
     with pytest.raises(ValueError, match="compute capability of a 'NVIDIA X1' is not known"):
         _lowered("NVIDIA X1", **LONG)
 

@@ -69,7 +69,7 @@ HOPPER = _interpreted(pallas_gpu_hopper, interpreted_gpu(detect_races=True))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Shrink tiles so that few rows have several."""
-    small = pallas_gpu_triton._Blocks(32, 32, 32)
+    small = pallas_gpu_triton._ProductBlocks(32, 32, 32)
     monkeypatch.setattr(pallas_gpu_triton, "_block_sizes", lambda *_: small)
 
 

@@ -29,7 +29,7 @@ from pallas_kernels.quantized_matmul.gpu import tiles as pallas_gpu_tiles
 from pallas_kernels.quantized_matmul.gpu.kernels import kernel_for
 from pallas_kernels.quantized_matmul.gpu.tiles import (
     STEP,
-    Tiles,
+    QuantizedTiles,
     is_widened,
     tiles_few_bits,
     tiles_widened,
@@ -305,7 +305,7 @@ def test_few_bits_tiles_fit_shared_memory(block, out_bytes):
             assert tiles.stages >= 3 and n % tiles.columns == 0
 
 
-def _shared(tiles: Tiles, bits: int) -> int:
+def _shared(tiles: QuantizedTiles, bits: int) -> int:
     own = COMPUTING * tiles.columns
     slot = STEP * own * bits // 8 + STEP * tiles.rows * 2 + 4 * (own + tiles.rows)
     return tiles.stages * slot + 2 * STEP * own * 2

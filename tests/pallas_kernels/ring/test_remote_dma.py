@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import ring_attention, token_ring_attention
 from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.api import KERNELS
-from pallas_kernels.flash_attention.kernels import Operands, OutGradient, softmax_delta
+from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.interpreter import interpreted
 from pallas_kernels.ring.parcel import Parcel
@@ -182,7 +182,7 @@ def test_blocks_for_tpus(mesh, width, dtype):
 
     def step(q, k, v):
         links = Links("seq", "remote_dma", KERNELS["pallas_tpu"])
-        operands = Operands(q, k, v, Tokens(None, None, None, None), rules)
+        operands = AttentionOperands(q, k, v, Tokens(None, None, None, None), rules)
         parcels = [
             Parcel(k, tuple((i, (i + 1) % ranks) for i in range(ranks))),
             Parcel(v, ((1, 0), (3, 2))),
@@ -217,7 +217,7 @@ def test_the_ring_for_tpus(mesh, has_segments):
         segment_ids = positions // 100 if has_segments else None
         tokens = Tokens(positions, positions, segment_ids, segment_ids)
         assert ring_forward.fits(q, k, v, rules) and ring_backward.fits(q, k, v, rules)
-        operands = Operands(q, k, v, tokens, rules)
+        operands = AttentionOperands(q, k, v, tokens, rules)
         out, lse = attend_ring(operands, axis_name="seq")
         gradient = OutGradient(out, lse, softmax_delta(out, out))
         return out, lse, differentiate_ring(operands, gradient, axis_name="seq")

@@ -27,7 +27,7 @@ from pallas_kernels.token_ring_attention.messages import pack, unpack
 from pallas_kernels.token_ring_attention.schedule import (
     HIGH,
     LOW,
-    Schedule,
+    TokenRingSchedule,
 )
 from tests.support.ring_schedules import (
     Sizes,
@@ -317,7 +317,7 @@ def _schedules(ranks):
     for visits, form in itertools.product(
         ("halves", "later", "every"), ("direct", "co_travelling")
     ):
-        yield Schedule(ranks=ranks, visits=visits, form=form)
+        yield TokenRingSchedule(ranks=ranks, visits=visits, form=form)
 
 
 def _simulate(schedule, piece):
@@ -358,7 +358,7 @@ def test_queries_reach_their_keys_and_results_come_home():
 
 def test_pairs_of_four_ranks():
     """Low halves stop at rank 0, results go straight back."""
-    schedule = Schedule(ranks=4, visits="halves", form="direct")
+    schedule = TokenRingSchedule(ranks=4, visits="halves", form="direct")
     ring = ((0, 3), (1, 0), (2, 1), (3, 2))
     assert [schedule.hop(step, HIGH) for step in range(4)] == [ring, ring, ring, ()]
     assert [schedule.hop(step, LOW) for step in range(4)] == [ring[1:], ring[1:3], ring[1:2], ()]
@@ -386,7 +386,7 @@ def test_work_is_that_of_the_mask(layout):
 def _check_work(ranks, layout):
     length = 12
     held = np.split(sequence_order(length * ranks, ranks, layout), ranks)
-    schedule = Schedule(ranks=ranks, visits=VISITS[layout, True], form="direct")
+    schedule = TokenRingSchedule(ranks=ranks, visits=VISITS[layout, True], form="direct")
     work = np.array(
         [
             [visible_scores(schedule, rank, step, length) for step in range(ranks)]
@@ -446,7 +446,7 @@ def _check_bytes(ranks, itemsize):
     backward = whole * (64 * itemsize + 32 * itemsize + 8 + 4 * 64)
     joint = sizes._replace(value_width=64)
     for visits, part in (("every", 1), ("halves", 3 / 4), ("later", 1 / 2)):
-        schedule = Schedule(ranks=ranks, visits=visits, form="direct")
+        schedule = TokenRingSchedule(ranks=ranks, visits=visits, form="direct")
         assert forward_traffic(schedule, sizes).bytes == part * forward
         assert backward_traffic(schedule, sizes).bytes == part * backward
         times = 2 if visits == "halves" else 1
@@ -454,7 +454,7 @@ def _check_bytes(ranks, itemsize):
         assert backward_traffic(schedule, sizes).permutes == times * 3 * (ranks - 1)
         assert backward_traffic(schedule, joint).permutes == times * 2 * (ranks - 1)
         # Results go all the way round, queries one rank less.
-        schedule = Schedule(ranks=ranks, visits=visits, form="co_travelling")
+        schedule = TokenRingSchedule(ranks=ranks, visits=visits, form="co_travelling")
         queries, lap = part * whole, ranks * per_hop
         assert forward_traffic(schedule, sizes).bytes == queries * 64 * itemsize + lap * (
             4 * 32 + 4
@@ -462,14 +462,14 @@ def _check_bytes(ranks, itemsize):
         assert backward_traffic(schedule, sizes).bytes == (
             queries * (64 * itemsize + 32 * itemsize + 8) + lap * 4 * 64
         )
-    one = Schedule(ranks=1, visits="halves", form="co_travelling")
+    one = TokenRingSchedule(ranks=1, visits="halves", form="co_travelling")
     assert forward_traffic(one, sizes) == backward_traffic(one, sizes) == (0, 0)
 
 
 def test_token_ring_against_ring():
     """With as many query heads as key heads: the bytes of K and V, and 2/(width b) more for lse."""
     sizes = Sizes(batch=1, length=4096, heads=8, width=128, value_width=128, itemsize=2)
-    schedule = Schedule(ranks=8, visits="every", form="direct")
+    schedule = TokenRingSchedule(ranks=8, visits="every", form="direct")
     keys_and_values = 8 * 7 * 4096 * 8 * 2 * 128 * 2
     ratio = forward_traffic(schedule, sizes).bytes / keys_and_values
     assert ratio == 1 + 2 / (128 * 2)
@@ -521,7 +521,7 @@ def _expected(case):
     form = dict(case.options).get("form", "direct")
     causal = dict(case.options).get("causal", True)
     visits = VISITS["zigzag" if "zigzag" in case.layout else case.layout, causal]
-    schedule = Schedule(ranks=case.ranks, visits=visits, form=form)
+    schedule = TokenRingSchedule(ranks=case.ranks, visits=visits, form=form)
     sizes = Sizes(
         *(case.b, case.s // case.ranks, case.n, case.h, case.hv),
         itemsize=jnp.dtype(case.dtype).itemsize,

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import token_ring_attention
-from pallas_kernels.token_ring_attention.schedule import Schedule
+from pallas_kernels.token_ring_attention.schedule import TokenRingSchedule
 from tests.support.ring_schedules import Sizes, backward_traffic, forward_traffic
 from tests.support.tpus import described_tpus
 
@@ -47,7 +47,7 @@ def test_queries_overlap_with_arithmetic(mesh):
     )
     text = jax.jit(value_and_gradients).lower(x, x, x, x).compile().as_text()
 
-    schedule = Schedule(ranks=RANKS, visits="halves", form="direct")
+    schedule = TokenRingSchedule(ranks=RANKS, visits="halves", form="direct")
     sizes = Sizes(1, WIDTH, HEADS, H, H, itemsize=2)
     there, back = forward_traffic(schedule, sizes), backward_traffic(schedule, sizes)
     found = collectives(text)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from sharding.expert_parallel.chunks import (
-    Cost,
+    ChunkCost,
     LayerCosts,
     bottleneck,
     choose_num_chunks,
@@ -36,7 +36,7 @@ def simulate(costs, num_chunks, gradients=0.0):
 
 
 COSTS = st.builds(
-    Cost, alpha=st.sampled_from([0.0, 0.01, 0.1, 0.5]), beta=st.floats(0, 10, width=16)
+    ChunkCost, alpha=st.sampled_from([0.0, 0.01, 0.1, 0.5]), beta=st.floats(0, 10, width=16)
 )
 LAYERS = st.builds(
     LayerCosts, all_to_all=COSTS, experts=COSTS, all_gather=COSTS, reduce_scatter=COSTS
@@ -51,7 +51,7 @@ def test_layer_seconds_equal_the_simulation(costs, num_chunks, gradients):
 
 
 def one(seconds):
-    return Cost(alpha=seconds, beta=0.0)
+    return ChunkCost(alpha=seconds, beta=0.0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_chosen_number_of_chunks_is_fastest(costs, gradients):
         all_gather=costs.reduce_scatter,
         reduce_scatter=costs.all_gather,
         all_to_all=costs.all_to_all,
-        experts=Cost(alpha=2 * costs.experts.alpha, beta=2 * costs.experts.beta),
+        experts=ChunkCost(alpha=2 * costs.experts.alpha, beta=2 * costs.experts.beta),
     )
     seconds = {r: simulate(costs, r) + simulate(backward, r, gradients) for r in range(1, 61)}
     tokens = math.lcm(*range(1, 61))
@@ -105,13 +105,17 @@ def test_chosen_number_of_chunks_is_fastest(costs, gradients):
 
 def test_one_chunk_without_overlap_and_several_with():
     """Nothing to overlap: one chunk. Two operations of equal time: several."""
-    slow = LayerCosts(all_to_all=Cost(alpha=1.0, beta=0.1), experts=Cost(alpha=1.0, beta=0.1))
+    slow = LayerCosts(
+        all_to_all=ChunkCost(alpha=1.0, beta=0.1), experts=ChunkCost(alpha=1.0, beta=0.1)
+    )
     assert choose_num_chunks(slow, 4096) == 1
-    even = LayerCosts(all_to_all=Cost(alpha=0.01, beta=2.0), experts=Cost(alpha=0.01, beta=2.0))
+    even = LayerCosts(
+        all_to_all=ChunkCost(alpha=0.01, beta=2.0), experts=ChunkCost(alpha=0.01, beta=2.0)
+    )
     assert choose_num_chunks(even, 4096) > 1
     assert choose_num_chunks(even, 4096, most=2) == 2
     assert choose_num_chunks(even, 4099) == 1  # a prime number of tokens
-    free = dataclasses.replace(even, all_to_all=Cost(alpha=0.0, beta=2.0), experts=one(0.0))
+    free = dataclasses.replace(even, all_to_all=ChunkCost(alpha=0.0, beta=2.0), experts=one(0.0))
     assert choose_num_chunks(free, 4096) == 1  # of equals the least
 
 
@@ -146,4 +150,4 @@ def test_fit_cost_of_too_few_measurements_raises(bad):
 
 def test_negative_cost_raises():
     with pytest.raises(ValueError, match=r"alpha=-1.0 and beta=0.0 .* must not be negative"):
-        Cost(alpha=-1.0, beta=0.0)
+        ChunkCost(alpha=-1.0, beta=0.0)

@@ -16,9 +16,9 @@ from jaxmoe import catalog
 from sharding.pipeline import (
     GPipeConfig,
     InterleavedConfig,
-    Run,
+    PassRun,
     Schedule,
-    Work,
+    StageWork,
     forward_schedule,
 )
 from sharding.pipeline.schedule import Kind
@@ -164,12 +164,12 @@ def test_groups_go_round_the_stages():
 
 def test_runs_of_ticks():
     assert InterleavedConfig().schedule(4, 6).runs() == (
-        *(Run("F", 0, 3), Run("FB", 3, 6), Run("B", 9, 3)),
+        *(PassRun("F", 0, 3), PassRun("FB", 3, 6), PassRun("B", 9, 3)),
     )
     assert InterleavedConfig(weight_gradients="deferred").schedule(4, 6).runs() == (
-        *(Run("F", 0, 3), Run("FB", 3, 3), Run("FBW", 6, 3), Run("BW", 9, 3)),
+        *(PassRun("F", 0, 3), PassRun("FB", 3, 3), PassRun("FBW", 6, 3), PassRun("BW", 9, 3)),
     )
-    assert GPipeConfig().schedule(4, 6).runs() == (Run("F", 0, 9), Run("B", 9, 9))
+    assert GPipeConfig().schedule(4, 6).runs() == (PassRun("F", 0, 9), PassRun("B", 9, 9))
 
 
 GOLDEN = {
@@ -317,7 +317,7 @@ def test_wrong_tables_are_refused(name):
 
 def test_repeated_work_is_refused():
     right = from_times("t", 2, 1, 1, TIMES)
-    again = dataclasses.replace(right, ticks=(*right.ticks, ((Work("F", 0, 0),), ())))
+    again = dataclasses.replace(right, ticks=(*right.ticks, ((StageWork("F", 0, 0),), ())))
     with pytest.raises(ValueError, match=r"^t: F of group 0, micro-batch 0 is in ticks 0 and 3$"):
         again.check()
     short = dataclasses.replace(right, ticks=(*right.ticks, ((),)))

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from jaxmoe.catalog import Registry
 from jaxmoe.contrib.fleet.dispatch.base import DispatchConfig as DispatchConfig
-from jaxmoe.contrib.fleet.dispatch.base import Dispatcher as Dispatcher
 from jaxmoe.contrib.fleet.dispatch.base import FleetView as FleetView
 from jaxmoe.contrib.fleet.dispatch.base import Move as Move
+from jaxmoe.contrib.fleet.dispatch.base import RequestDispatcher as RequestDispatcher
 from jaxmoe.contrib.fleet.dispatch.base import Role as Role
 from jaxmoe.contrib.fleet.dispatch.base import Route as Route
 from jaxmoe.contrib.fleet.dispatch.dist_serve import DistServeConfig as DistServeConfig

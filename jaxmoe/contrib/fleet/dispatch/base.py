@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
@@ -56,7 +56,7 @@ class FleetView:
     """Bytes per second of a link; infinite if not known."""
 
 
-class Dispatcher(abc.ABC):
+class RequestDispatcher(abc.ABC):
     """Places requests; subclasses keep what they need to remember."""
 
     @abc.abstractmethod
@@ -101,7 +101,7 @@ class DispatchConfig(abc.ABC):
     """Whether `measured` makes use of a run of the same workload."""
 
     @abc.abstractmethod
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
 
     def check(self, *, has_moves: bool) -> None:
@@ -165,8 +165,8 @@ def wait(view: InstanceView, more: int = 0, context: int = 0) -> float:
         context: Tokens before them that it has in its pool.
     """
     live = (*view.running, *view.busy, *view.waiting)
-    parts = [Part(sequence.left, sequence.computed) for sequence in live]
-    parts += [Part(more, context)] if more else []
+    parts = [WorkPart(sequence.left, sequence.computed) for sequence in live]
+    parts += [WorkPart(more, context)] if more else []
     if view.facts.cost is None:
         return float(sum(part.count for part in parts))
     return view.facts.cost.seconds(parts) if parts else 0.0

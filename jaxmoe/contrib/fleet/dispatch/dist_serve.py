@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import (
     DispatchConfig,
-    Dispatcher,
     FleetView,
+    RequestDispatcher,
     Role,
     Route,
     freest,
@@ -33,7 +33,7 @@ class DistServeConfig(DispatchConfig):
     prefill: int = 0
     """Instances for prompts; half of them when 0."""
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return _DistServe()
 
@@ -48,7 +48,7 @@ class DistServeConfig(DispatchConfig):
         return ("prefill",) * prefill + ("decode",) * (num_instances - prefill)
 
 
-class _DistServe(Dispatcher):
+class _DistServe(RequestDispatcher):
     def place(self, request: Request, fleet: FleetView) -> Route:
         del request
         prefill = [i for i, role in enumerate(fleet.roles) if role == "prefill"]

@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import (
     DispatchConfig,
-    Dispatcher,
     FleetView,
     Move,
+    RequestDispatcher,
     Route,
     cached_tokens,
     wait,
@@ -38,12 +38,12 @@ class DualMapConfig(DispatchConfig):
     prefix: int = 64
     """Tokens of the beginning that is hashed."""
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return _DualMap(self.prefix)
 
 
-class _DualMap(Dispatcher):
+class _DualMap(RequestDispatcher):
     def __init__(self, prefix: int):
         self._prefix = prefix
 

@@ -7,7 +7,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.contrib.fleet.dispatch.base import DispatchConfig, Dispatcher, FleetView, Route, load
+from jaxmoe.contrib.fleet.dispatch.base import (
+    DispatchConfig,
+    FleetView,
+    RequestDispatcher,
+    Route,
+    load,
+)
 from jaxmoe.serve.requests import Request
 
 
@@ -17,12 +23,12 @@ class LeastLoadedConfig(DispatchConfig):
 
     name: ClassVar[str] = "least_loaded"
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return _LeastLoaded()
 
 
-class _LeastLoaded(Dispatcher):
+class _LeastLoaded(RequestDispatcher):
     def place(self, request: Request, fleet: FleetView) -> Route:
         del request
         return Route(min(range(len(fleet.members)), key=lambda i: (load(fleet.members[i]), i)))

@@ -12,7 +12,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.contrib.fleet.dispatch.base import DispatchConfig, Dispatcher, FleetView, Move, Route
+from jaxmoe.contrib.fleet.dispatch.base import (
+    DispatchConfig,
+    FleetView,
+    Move,
+    RequestDispatcher,
+    Route,
+)
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.view import InstanceView
@@ -28,12 +34,12 @@ class LlumnixConfig(DispatchConfig):
     threshold: float = 3.0
     """Freeness below which an instance gives sequences away."""
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return _Llumnix(self.threshold)
 
 
-class _Llumnix(Dispatcher):
+class _Llumnix(RequestDispatcher):
     def __init__(self, threshold: float):
         self._threshold = threshold
 

@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import (
     DispatchConfig,
-    Dispatcher,
     FleetView,
+    RequestDispatcher,
     Role,
     Route,
     freest,
@@ -48,7 +48,7 @@ class PDServeConfig(DispatchConfig):
                 " that a run has measured, or the same number for both"
             )
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return _PDServe()
 
@@ -71,7 +71,7 @@ class PDServeConfig(DispatchConfig):
         return dataclasses.replace(self, prefill_seconds=prefill, decode_seconds=decode)
 
 
-class _PDServe(Dispatcher):
+class _PDServe(RequestDispatcher):
     def place(self, request: Request, fleet: FleetView) -> Route | None:
         for number, role in enumerate(fleet.roles):
             view = fleet.members[number]

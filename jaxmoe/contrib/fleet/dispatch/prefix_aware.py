@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import (
     DispatchConfig,
-    Dispatcher,
     FleetView,
+    RequestDispatcher,
     Route,
     cached_tokens,
     load,
@@ -31,12 +31,12 @@ class PrefixAwareConfig(DispatchConfig):
     imbalance: int = 8
     """Requests by which the busiest and the idlest instance may differ."""
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return _PrefixAware(self.imbalance)
 
 
-class _PrefixAware(Dispatcher):
+class _PrefixAware(RequestDispatcher):
     def __init__(self, imbalance: int):
         self._imbalance = imbalance
 

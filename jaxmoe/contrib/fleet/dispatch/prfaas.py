@@ -19,8 +19,8 @@ from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import (
     DispatchConfig,
-    Dispatcher,
     FleetView,
+    RequestDispatcher,
     Role,
     Route,
     cached_tokens,
@@ -48,7 +48,7 @@ class PrfaasConfig(DispatchConfig):
                 " more"
             )
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return Prfaas(self.latency)
 
@@ -58,7 +58,7 @@ class PrfaasConfig(DispatchConfig):
         return ("both",) * (num_instances - remote) + ("prefill",) * remote
 
 
-class Prfaas(Dispatcher):
+class Prfaas(RequestDispatcher):
     """Compares the two times."""
 
     def __init__(self, latency: float):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.contrib.fleet.dispatch.base import DispatchConfig, Dispatcher, FleetView, Route
+from jaxmoe.contrib.fleet.dispatch.base import DispatchConfig, FleetView, RequestDispatcher, Route
 from jaxmoe.serve.requests import Request
 
 
@@ -17,12 +17,12 @@ class RoundRobinConfig(DispatchConfig):
 
     name: ClassVar[str] = "round_robin"
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return _RoundRobin()
 
 
-class _RoundRobin(Dispatcher):
+class _RoundRobin(RequestDispatcher):
     def __init__(self) -> None:
         self._next = 0
 

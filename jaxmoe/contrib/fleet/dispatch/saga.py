@@ -25,15 +25,15 @@ from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import (
     DispatchConfig,
-    Dispatcher,
     FleetView,
     Move,
+    RequestDispatcher,
     Route,
     is_at_rest,
     load,
     wait,
 )
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
@@ -56,12 +56,12 @@ class SagaConfig(DispatchConfig):
         if not self.rent >= 0:
             raise ValueError(f"dispatch.rent={self.rent} must be 0 (keep all pages) or more")
 
-    def build(self) -> Dispatcher:
+    def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""
         return Saga(self.rent)
 
 
-class Saga(Dispatcher):
+class Saga(RequestDispatcher):
     """Homes of workflows, and how often and how soon they return."""
 
     def __init__(self, rent: float):
@@ -127,7 +127,7 @@ class Saga(Dispatcher):
         """
         if view.facts.cost is None:
             return True
-        again = view.facts.cost.seconds([Part(tokens)])
+        again = view.facts.cost.seconds([WorkPart(tokens)])
         share = tokens / view.facts.page_size / view.facts.num_pages
         return probability * again > self._rent * share * pause
 

@@ -8,7 +8,7 @@ from jaxmoe.contrib.fleet.scaling.base import Wanted as Wanted
 from jaxmoe.contrib.fleet.scaling.elastic_experts import (
     ElasticExpertsConfig as ElasticExpertsConfig,
 )
-from jaxmoe.contrib.fleet.scaling.fixed import FixedConfig as FixedConfig
+from jaxmoe.contrib.fleet.scaling.fixed import FixedScalingConfig as FixedScalingConfig
 from jaxmoe.contrib.fleet.scaling.polca import PolcaConfig as PolcaConfig
 from jaxmoe.contrib.fleet.scaling.slo import SLOConfig as SLOConfig
 

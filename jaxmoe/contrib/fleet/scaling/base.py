@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxmoe.contrib.fleet.dispatch import FleetView
-from jaxmoe.serve.facts import Facts, Part
-from jaxmoe.serve.requests import Objective, Request
+from jaxmoe.serve.facts import Facts, WorkPart
+from jaxmoe.serve.requests import LatencyObjective, Request
 
 
 @runtime_checkable
 class Hardware(Protocol):
     """Times of one instance on its devices."""
 
-    def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
+    def seconds(
+        self, parts: Sequence[WorkPart], *, share: float = 1.0, nano_batches: int = 1
+    ) -> float:
         """Return the seconds of a step."""
         ...
 
@@ -79,7 +81,7 @@ class Wanted:
 
 Scaler = Callable[[ScalingView], Wanted]
 
-_NO_LIMITS = Objective()
+_NO_LIMITS = LatencyObjective()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +212,7 @@ class RateScalingConfig(ScalingConfig):
         """
         if not view.arrived:
             return math.inf
-        promised = Objective(ttft=self.ttft, tpot=self.tpot)
+        promised = LatencyObjective(ttft=self.ttft, tpot=self.tpot)
         facts = view.fleet.members[0].facts
         return self.utilization * rate_within(hardware, facts, view.arrived, promised)
 
@@ -219,7 +221,7 @@ def rate_within(
     hardware: Hardware,
     facts: Facts,
     requests: Sequence[Request],
-    promised: Objective = _NO_LIMITS,
+    promised: LatencyObjective = _NO_LIMITS,
 ) -> float:
     """Return the requests per second that an instance serves within their objective.
 
@@ -246,7 +248,7 @@ def rate_within(
 
     def step(number: int, more: int = 0) -> float:
         tokens = math.ceil(number * prompt / answer) + more
-        return hardware.seconds([Part(1, context)] * number + [Part(tokens)])
+        return hardware.seconds([WorkPart(1, context)] * number + [WorkPart(tokens)])
 
     room = int(facts.num_pages * facts.page_size / (prompt + answer))
     low, high = 1, max(min(facts.max_running, room), 1)

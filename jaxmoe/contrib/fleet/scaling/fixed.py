@@ -12,7 +12,7 @@ from jaxmoe.contrib.fleet.scaling.base import Scaler, ScalingConfig, Wanted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FixedConfig(ScalingConfig):
+class FixedScalingConfig(ScalingConfig):
     """All instances, always."""
 
     name: ClassVar[str] = "fixed"

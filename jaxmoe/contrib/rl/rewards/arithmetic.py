@@ -7,7 +7,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, Task, check_operators, generator
+from jaxmoe.contrib.rl.rewards.base import (
+    Question,
+    RewardBase,
+    RewardTask,
+    check_operators,
+    generator,
+)
 
 _MOST_DIGITS = 18
 
@@ -28,12 +34,12 @@ class ArithmeticConfig(RewardBase):
         if not 1 <= self.digits <= _MOST_DIGITS:
             raise ValueError(f"rl.reward.digits={self.digits} must be from 1 to {_MOST_DIGITS}")
 
-    def build(self) -> Task:
+    def build(self) -> RewardTask:
         """Return the task."""
         return _Arithmetic(self)
 
 
-class _Arithmetic(Task):
+class _Arithmetic(RewardTask):
     def __init__(self, config: ArithmeticConfig):
         self._config = config
 

@@ -27,7 +27,7 @@ class Question:
     """A right answer, or what the task compares with; empty where it needs none."""
 
 
-class Task(abc.ABC):
+class RewardTask(abc.ABC):
     """Questions and the rewards of answers; both depend on their arguments alone."""
 
     def prompts(self, step: int, number: int, seed: int) -> list[Question]:
@@ -79,7 +79,7 @@ class RewardBase(abc.ABC):
         return
 
     @abc.abstractmethod
-    def build(self) -> Task:
+    def build(self) -> RewardTask:
         """Return the task.
 
         Raises:

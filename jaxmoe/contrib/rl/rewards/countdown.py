@@ -12,7 +12,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, Task, check_operators, generator
+from jaxmoe.contrib.rl.rewards.base import (
+    Question,
+    RewardBase,
+    RewardTask,
+    check_operators,
+    generator,
+)
 from jaxmoe.contrib.rl.rewards.expressions import ExpressionError, parse
 
 _MOST_NUMBERS = 8
@@ -46,12 +52,12 @@ class CountdownConfig(RewardBase):
         if not 0.0 <= self.partial < 1.0:
             raise ValueError(f"rl.reward.partial={self.partial} must be at least 0 and below 1")
 
-    def build(self) -> Task:
+    def build(self) -> RewardTask:
         """Return the task."""
         return _Countdown(self)
 
 
-class _Countdown(Task):
+class _Countdown(RewardTask):
     def __init__(self, config: CountdownConfig):
         self._config = config
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, RewardError, Task
+from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, RewardError, RewardTask
 from jaxmoe.contrib.rl.rewards.questions import check_path, epochs_of, read_questions
 
 
@@ -43,7 +43,7 @@ class PythonConfig(RewardBase):
             )
         check_path(self.path)
 
-    def build(self) -> Task:
+    def build(self) -> RewardTask:
         """Return the task with the questions of the file; imports the function.
 
         Raises:
@@ -71,7 +71,7 @@ class PythonConfig(RewardBase):
         return value
 
 
-class _Python(Task):
+class _Python(RewardTask):
     def __init__(
         self, name: str, function: Callable[[Question, str], Any], questions: list[Question]
     ):

@@ -8,7 +8,7 @@ import dataclasses
 import re
 from typing import ClassVar, Literal
 
-from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, Task
+from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, RewardTask
 from jaxmoe.contrib.rl.rewards.questions import check_path, epochs_of, read_questions
 
 Compare = Literal["exact", "regex"]
@@ -30,7 +30,7 @@ class MatchConfig(RewardBase):
         """Raise a ValueError where `path` is missing."""
         check_path(self.path)
 
-    def build(self) -> Task:
+    def build(self) -> RewardTask:
         """Return the task with the questions of the file.
 
         Raises:
@@ -55,7 +55,7 @@ class MatchConfig(RewardBase):
         return patterns
 
 
-class _Match(Task):
+class _Match(RewardTask):
     """Patterns are empty where answers are compared."""
 
     def __init__(self, questions: list[Question], patterns: dict[str, re.Pattern[str]]):

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
 from jaxmoe.serve.draft import Draft
-from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching.base import TIMES, Batching
 from jaxmoe.serve.sequence import Sequence
@@ -45,7 +45,7 @@ class FlowPrefillConfig(SimulatedBatchingConfig):
             objective = sequence.request.objective
             if objective is None or facts.cost is None:
                 return float("inf"), sequence.rank
-            part = Part(
+            part = WorkPart(
                 draft.left(sequence),
                 len(sequence.tokens) - draft.left(sequence),
                 (sequence.layers_done, layers),

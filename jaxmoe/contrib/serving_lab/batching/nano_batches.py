@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
 from jaxmoe.contrib.serving_lab.shares import SharedDraft
-from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching.base import TIMES, Batching
 from jaxmoe.serve.view import InstanceView
@@ -43,13 +43,13 @@ class NanoBatchesConfig(SimulatedBatchingConfig):
             parts = []
             for sequence in draft.decoding()[: self.budget]:
                 if draft.single(sequence):
-                    parts.append(Part(1, sequence.computed))
+                    parts.append(WorkPart(1, sequence.computed))
             for sequence in (*draft.prompts(), *view.waiting):
                 num_left = draft.left(sequence)
                 count = draft.piece(sequence, self.budget - draft.tokens())
                 if not count:
                     break
-                parts.append(Part(count, len(sequence.tokens) - num_left))
+                parts.append(WorkPart(count, len(sequence.tokens) - num_left))
             best = 1
             if facts.cost is not None and parts:
                 cost = facts.cost

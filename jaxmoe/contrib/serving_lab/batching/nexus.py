@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
 from jaxmoe.contrib.serving_lab.batching.two_lanes import plan_lanes
-from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching.base import TIMES, Batching
 from jaxmoe.serve.view import InstanceView
@@ -48,11 +48,13 @@ class NexusConfig(SimulatedBatchingConfig):
 
         def predict(view: InstanceView, decode_share: float) -> float:
             live = (*view.running, *view.busy)
-            singles = [Part(1, sequence.computed) for sequence in live if sequence.left == 1]
+            singles = [WorkPart(1, sequence.computed) for sequence in live if sequence.left == 1]
             prompts = [
-                Part(sequence.left, sequence.computed) for sequence in live if sequence.left > 1
+                WorkPart(sequence.left, sequence.computed) for sequence in live if sequence.left > 1
             ]
-            prompts += [Part(sequence.left, 0) for sequence in view.waiting[: facts.max_running]]
+            prompts += [
+                WorkPart(sequence.left, 0) for sequence in view.waiting[: facts.max_running]
+            ]
             if facts.cost is None or not (singles or prompts):
                 return 0.0
             ttft = facts.cost.seconds(prompts, share=1.0 - decode_share) if prompts else 0.0

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 
 READ_BYTES = 32 * 1024
 """Bytes of one layer of a page."""
@@ -72,7 +72,7 @@ def _batch(cost: Roofline, prompt: int, answer: int) -> Advice:
 
     def rate(size: int) -> float:
         if size not in rates:
-            part = Part(1, prompt + answer // 2)
+            part = WorkPart(1, prompt + answer // 2)
             rates[size] = size / cost.seconds([part] * size)
         return rates[size]
 
@@ -95,7 +95,7 @@ def _batch(cost: Roofline, prompt: int, answer: int) -> Advice:
 
 def _preempt(cost: Roofline, length: int) -> Advice:
     back = length * cost.sizes.kv_bytes / (cost.chip.host_bandwidth * cost.num_chips)
-    again = cost.seconds([Part(length)])
+    again = cost.seconds([WorkPart(length)])
     return Advice(
         subject="preempted",
         choice="to host memory" if back < again else "computed again",

@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxmoe.contrib.serving_lab.simulation.sizes import ModelSizes
 from jaxmoe.planning.hardware import Chip
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 
 SATURATION = 0.4
 """Share of the cores that saturates the memory."""
@@ -44,7 +44,7 @@ MEMORY_POWER = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
+class CostedOperation:
     """Demands of one operation of a step."""
 
     flops: float
@@ -117,11 +117,15 @@ class Roofline:
         free_bytes = self.chip.available * self.num_chips - resident
         return max(int(share * free_bytes / (page_size * max(self.sizes.kv_bytes, 1))), 1)
 
-    def seconds(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> float:
+    def seconds(
+        self, parts: Sequence[WorkPart], *, share: float = 1.0, nano_batches: int = 1
+    ) -> float:
         """Return the seconds of a step."""
         return self.cost(parts, share=share, nano_batches=nano_batches).seconds
 
-    def cost(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> StepCost:
+    def cost(
+        self, parts: Sequence[WorkPart], *, share: float = 1.0, nano_batches: int = 1
+    ) -> StepCost:
         """Return seconds and bytes of a step.
 
         Args:
@@ -139,7 +143,7 @@ class Roofline:
         bandwidth *= min(1.0, share / SATURATION)
         host, link = self.chip.host_bandwidth * self.num_chips, self.chip.link_bandwidth
 
-        def seconds(operation_list: Sequence[Operation], times: int) -> float:
+        def seconds(operation_list: Sequence[CostedOperation], times: int) -> float:
             weights = times * sum(operation_.weights for operation_ in operation_list)
             other_bytes = sum(operation_.other for operation_ in operation_list)
             return max(
@@ -161,7 +165,7 @@ class Roofline:
             self._watts(operations, total, nano_batches),
         )
 
-    def demands(self, parts: Sequence[Part]) -> tuple[float, float, float]:
+    def demands(self, parts: Sequence[WorkPart]) -> tuple[float, float, float]:
         """Return the numbers that the rates are multiplied with: 1, FLOPs, bytes of memory.
 
         An operation counts in one of the two, by what takes longer on one device.
@@ -213,7 +217,9 @@ class Roofline:
         """Return the seconds of a change to another number of devices: bytes / bandwidth."""
         return self.resharding_bytes(num_chips) / self.chip.link_bandwidth
 
-    def _watts(self, operations: Sequence[Operation], seconds: float, nano_batches: int) -> float:
+    def _watts(
+        self, operations: Sequence[CostedOperation], seconds: float, nano_batches: int
+    ) -> float:
         """Return the power above idle during a step."""
         chip = self.chip
         flops = chip.flops * chip.efficiency * self.num_chips * self.clock
@@ -235,7 +241,7 @@ class Roofline:
         missed = (1.0 - self._chosen) ** num_tokens
         return float((1.0 - missed).sum(axis=-1).mean())
 
-    def _operations(self, parts: Sequence[Part]) -> Iterator[tuple[Operation, bool]]:
+    def _operations(self, parts: Sequence[WorkPart]) -> Iterator[tuple[CostedOperation, bool]]:
         """Yield the operations of a step, and whether they are those of the experts."""
         sizes, last = self.sizes, self.sizes.num_layers
         borders = sorted({0, last, *(b for part in parts if part.layers for b in part.layers)})
@@ -248,16 +254,21 @@ class Roofline:
             if in_layers:
                 yield from self._layers(in_layers, (end - begin) / last)
         drawn = sum(part.layers is None or part.layers[1] == last for part in parts)
-        yield Operation(2.0 * drawn * sizes.head, float(sizes.head * sizes.weight_bytes)), False
+        yield (
+            CostedOperation(2.0 * drawn * sizes.head, float(sizes.head * sizes.weight_bytes)),
+            False,
+        )
 
-    def _layers(self, parts: Sequence[Part], share: float) -> Iterator[tuple[Operation, bool]]:
+    def _layers(
+        self, parts: Sequence[WorkPart], share: float
+    ) -> Iterator[tuple[CostedOperation, bool]]:
         """Yield the operations of a share of the layers, through which the same tokens pass."""
         sizes, b = self.sizes, self.sizes.weight_bytes
         tokens = sum(part.count for part in parts)
         sent = 4 * tokens * sizes.embed_dim * b * sizes.num_layers
         sent *= (self.num_chips - 1) / self.num_chips  # two all-reduces of a layer, as rings
         yield (
-            Operation(
+            CostedOperation(
                 2.0 * tokens * sizes.dense * share, sizes.dense * b * share, 0.0, sent * share
             ),
             False,
@@ -265,10 +276,12 @@ class Roofline:
         pairs = sum(part.count * (part.context + part.count / 2) for part in parts)
         num_tokens = sum(part.count + part.context for part in parts)
         yield (
-            Operation(sizes.pair_flops * pairs * share, 0.0, sizes.kv_bytes * num_tokens * share),
+            CostedOperation(
+                sizes.pair_flops * pairs * share, 0.0, sizes.kv_bytes * num_tokens * share
+            ),
             False,
         )
         if sizes.num_experts:
             layers = sizes.moe_layers * share * sizes.expert
             read = layers * b * self.distinct_experts(tokens)
-            yield Operation(2.0 * tokens * sizes.top_k * layers, read), True
+            yield CostedOperation(2.0 * tokens * sizes.top_k * layers, read), True

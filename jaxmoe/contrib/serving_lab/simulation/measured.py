@@ -21,7 +21,7 @@ import numpy as np
 from jaxmoe.contrib.fleet.timing import Timing, timing_of
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline, StepCost
 from jaxmoe.optional import require
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 from jaxmoe.serve.plan import Shapes
 
 _ITERATIONS = 10
@@ -36,7 +36,9 @@ class TableCost(Roofline):
     table: tuple[Timing, ...]
     """Time of each of them."""
 
-    def cost(self, parts: Sequence[Part], *, share: float = 1.0, nano_batches: int = 1) -> StepCost:
+    def cost(
+        self, parts: Sequence[WorkPart], *, share: float = 1.0, nano_batches: int = 1
+    ) -> StepCost:
         """Return seconds and bytes of a step; by formula where no compiled shape holds it.
 
         A policy may ask about such steps; an executor runs none.
@@ -68,7 +70,7 @@ class TableCost(Roofline):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class RateFit:
     """Rates that explain measured times."""
 
     cost: Roofline
@@ -77,7 +79,7 @@ class Fit:
     """Median relative error on shapes that were left out of the fit, one at a time."""
 
 
-def fit_rates(timings: Sequence[Timing], cost: Roofline) -> Fit:
+def fit_rates(timings: Sequence[Timing], cost: Roofline) -> RateFit:
     """Return FLOP/s, bandwidth and constant of a device from measured times.
 
     A rate that no shape depends on keeps its nominal value.
@@ -99,7 +101,7 @@ def fit_rates(timings: Sequence[Timing], cost: Roofline) -> Fit:
         left_timing = timings[left_out]
         guess = _fit(remaining, cost).seconds(left_timing.parts)
         errors.append(abs(guess / left_timing.seconds - 1))
-    return Fit(cost=_fit(timings, cost), error=statistics.median(errors))
+    return RateFit(cost=_fit(timings, cost), error=statistics.median(errors))
 
 
 def _fit(timings: Sequence[Timing], cost: Roofline) -> Roofline:

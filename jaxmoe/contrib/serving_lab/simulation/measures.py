@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxmoe.contrib.serving_lab.simulation.run import Simulation
-from jaxmoe.serve.requests import Objective
+from jaxmoe.serve.requests import LatencyObjective
 from jaxmoe.serve.sequence import Sequence
 
 
@@ -73,7 +73,7 @@ def latency(sequence: Sequence) -> tuple[float, float, float]:
 
 def is_within(sequence: Sequence) -> bool:
     """Return whether a finished sequence kept its objective."""
-    return (sequence.request.objective or Objective()).is_met(*latency(sequence))
+    return (sequence.request.objective or LatencyObjective()).is_met(*latency(sequence))
 
 
 def measure(simulation: Simulation) -> Measures:

@@ -17,19 +17,19 @@ from collections.abc import Callable, Sequence
 from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig, Role
 from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.fleet.migration import Copy
-from jaxmoe.contrib.fleet.scaling import FixedConfig, ScalingConfig
+from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
 from jaxmoe.contrib.serving_lab.shares import SharedInstance, SharedStep
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
 from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
 from jaxmoe.contrib.serving_lab.simulation.scaled import SimulatedScaling
 from jaxmoe.contrib.serving_lab.simulation.workload import Arrival
-from jaxmoe.serve.facts import Facts, Part
+from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
 from jaxmoe.serve.policies.retention import RetentionConfig
 from jaxmoe.serve.requests import End, Event, Result
 from jaxmoe.serve.sequence import Sequence as ServedSequence
-from jaxmoe.serve.step import Step
+from jaxmoe.serve.step import EngineStep
 
 
 class Simulation:
@@ -76,7 +76,9 @@ class Simulation:
             dispatch,
         )
         self.fleet.bandwidth = cost.chip.far_bandwidth
-        self.scaling = SimulatedScaling(self.fleet, cost, scaling or FixedConfig(), self.meter)
+        self.scaling = SimulatedScaling(
+            self.fleet, cost, scaling or FixedScalingConfig(), self.meter
+        )
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
         self._followers: dict[int, list[Arrival]] = {}
         self._order = itertools.count()
@@ -165,7 +167,7 @@ class Simulation:
         if plan.lanes:
             self.plans.append((number, plan))
         for step in steps:
-            parts = [Part(len(w.tokens), w.start, w.layers) for w in step.works]
+            parts = [WorkPart(len(w.tokens), w.start, w.layers) for w in step.works]
             assert isinstance(step, SharedStep)  # as instances of the simulator make them
             model = self.scaling.costs[number]
             cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)
@@ -180,7 +182,7 @@ class Simulation:
         if plan.wake is not None and plan.wake > self.now:
             self._at(plan.wake, lambda: None)
 
-    def _end(self, number: int, step: Step) -> None:
+    def _end(self, number: int, step: EngineStep) -> None:
         instance = self.fleet.instances[number]
         live = {work.id: instance.queues.sequences[work.id] for work in step.works}
         results = {
@@ -200,7 +202,7 @@ class Simulation:
                 for later in self._followers.pop(event.id, ()):
                     self._at(self.now + later.time, lambda a=later: self._arrive(a))
 
-    def _swap(self, step: Step) -> float:
+    def _swap(self, step: EngineStep) -> float:
         """Return the seconds of the copies between device and host memory."""
         chip, size = self._cost.chip, self._cost.sizes.kv_bytes
         swaps = (*step.out, *step.back)

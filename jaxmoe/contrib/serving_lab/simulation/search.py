@@ -96,7 +96,7 @@ def place_phases(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class StageCut:
     """A chain of layers in stages."""
 
     borders: tuple[int, ...]
@@ -112,7 +112,7 @@ def pareto_cuts(
     transfers: Sequence[float],
     *,
     speeds: Sequence[float],
-) -> list[Cut]:
+) -> list[StageCut]:
     """Return the cuts that no other beats in latency and interval, ascending by latency.
 
     Args:
@@ -127,13 +127,13 @@ def pareto_cuts(
         )
     sums = [0.0, *itertools.accumulate(layers)]
     count = len(layers)
-    fronts: dict[int, list[Cut]] = {
-        end: [Cut(borders=(), latency=sums[end] / speeds[0], interval=sums[end] / speeds[0])]
+    fronts: dict[int, list[StageCut]] = {
+        end: [StageCut(borders=(), latency=sums[end] / speeds[0], interval=sums[end] / speeds[0])]
         for end in range(1, count + 1)
     }
     cuts = list(fronts[count])
     for speed in speeds[1:]:
-        following: dict[int, list[Cut]] = {}
+        following: dict[int, list[StageCut]] = {}
         for end in range(2, count + 1):
             longer = [
                 _join(first, begin, (sums[end] - sums[begin]) / speed, transfers[begin - 1])
@@ -146,18 +146,18 @@ def pareto_cuts(
     return _front(cuts)
 
 
-def _join(first: Cut, begin: int, seconds: float, transfer: float) -> Cut:
+def _join(first: StageCut, begin: int, seconds: float, transfer: float) -> StageCut:
     """Return a cut with one more stage."""
-    return Cut(
+    return StageCut(
         borders=(*first.borders, begin),
         latency=first.latency + transfer + seconds,
         interval=max(first.interval, transfer, seconds),
     )
 
 
-def _front(cuts: Iterable[Cut]) -> list[Cut]:
+def _front(cuts: Iterable[StageCut]) -> list[StageCut]:
     """Return the cuts that no other dominates; of equal ones that with the fewest stages."""
-    front: list[Cut] = []
+    front: list[StageCut] = []
     for cut in sorted(
         cuts, key=lambda candidate: (candidate.latency, candidate.interval, len(candidate.borders))
     ):

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmoe.catalog import Registry
 from jaxmoe.contrib.serving_lab.simulation.traces import Traced, read_trace
-from jaxmoe.serve.requests import Objective, Request, Sampling
+from jaxmoe.serve.requests import LatencyObjective, Request, Sampling
 
 VOCAB = 1 << 20
 """Ids are drawn from so many that two prompts agree where they are meant to."""
@@ -54,7 +54,7 @@ class Workload(abc.ABC):
             raise ValueError(f"rate={self.rate} and requests={self.requests} must be positive")
 
     @abc.abstractmethod
-    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+    def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
         """Return the requests in the order of their ids.
 
         Args:
@@ -80,7 +80,7 @@ class GammaConfig(Workload):
     prefix_tokens: int = 512
     """Tokens of a shared beginning."""
 
-    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+    def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
         """Return the requests in the order of their ids."""
         rng = np.random.default_rng(self.seed)
         times = np.cumsum(rng.gamma(self.shape, 1.0 / (self.rate * self.shape), self.requests))
@@ -112,7 +112,7 @@ class SessionsConfig(Workload):
     answer_median: float = 100.0
     """Median of the tokens of an answer."""
 
-    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+    def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
         """Return the requests in the order of their ids."""
         rng = np.random.default_rng(self.seed)
         count = -(-self.requests // self.turns)
@@ -138,7 +138,7 @@ class SessionsConfig(Workload):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FileConfig(Workload):
+class TraceFileConfig(Workload):
     """Requests of a trace file, faster or slower by `rate`."""
 
     name: ClassVar[str] = "file"
@@ -146,7 +146,7 @@ class FileConfig(Workload):
     path: str = ""
     """BurstGPT or Azure csv, or Mooncake jsonl."""
 
-    def arrivals(self, objective: Objective, max_length: int) -> tuple[Arrival, ...]:
+    def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
         """Return the requests in the order of their ids."""
         if not self.path:
             raise ValueError("path of the workload is empty: name a trace file")
@@ -192,7 +192,7 @@ def _request(
     id_: int,
     prompt: tuple[int, ...],
     answer: tuple[int, ...],
-    objective: Objective,
+    objective: LatencyObjective,
     session: str = "",
 ) -> Request:
     return Request(

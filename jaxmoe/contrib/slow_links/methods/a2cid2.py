@@ -109,7 +109,7 @@ class A2cid2Config(ReplicasBase):
         )
 
 
-class Mixing(NamedTuple):
+class GossipMixing(NamedTuple):
     """Constants of a graph and its matchings."""
 
     eta: float
@@ -126,7 +126,9 @@ def edges_of(graph: Graph, workers: int) -> tuple[tuple[int, int], ...]:
     return tuple(pair for pair in pairs if pair[1] - pair[0] in (1, workers - 1))
 
 
-def mixing_of(table: Sequence[Pairs], edges: Sequence[tuple[int, int]], workers: int) -> Mixing:
+def mixing_of(
+    table: Sequence[Pairs], edges: Sequence[tuple[int, int]], workers: int
+) -> GossipMixing:
     """Return the constants of a table of matchings, in which an exchange takes the time 1.
 
     Args:
@@ -154,7 +156,7 @@ def mixing_of(table: Sequence[Pairs], edges: Sequence[tuple[int, int]], workers:
         for worker, partner in edges
     ]
     first, second = 1 / float(values[1]), float(max(resistances)) / 2
-    return Mixing(1 / (2 * math.sqrt(first * second)), 0.5 * math.sqrt(first / second))
+    return GossipMixing(1 / (2 * math.sqrt(first * second)), 0.5 * math.sqrt(first / second))
 
 
 def _senders(pairs: Pairs) -> int:

@@ -23,7 +23,7 @@ from jaxmoe.training.step import StepMetrics
 Program = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
 
-class Schedule:
+class WorkerSchedule:
     """Turns of the steps of a run, by the numbers of their states.
 
     The number of a state that the last step returned is counted on the host, so that the host does
@@ -59,13 +59,13 @@ class ScheduledStep:
 
     Args:
         jitted: Jitted function of state, batch and, as a static argument, the turn.
-        turn: See `Schedule`.
-        turns: See `Schedule`.
+        turn: See `WorkerSchedule`.
+        turns: See `WorkerSchedule`.
     """
 
     def __init__(self, jitted: Any, turn: Callable[[int], Hashable], turns: Sequence[Hashable]):
         self._jitted, self._turn, self._turns = jitted, turn, turns
-        self._schedule = Schedule(turn, turns)
+        self._schedule = WorkerSchedule(turn, turns)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Return the next state and metrics; a program is compiled when its turn first comes."""
@@ -80,7 +80,7 @@ class ScheduledStep:
     def lower(self, state: TrainState, batch: Batch) -> LoweredPrograms:
         """Return the lowered programs of all turns, for arrays or their shapes."""
         return LoweredPrograms(
-            schedule=Schedule(self._turn, self._turns),
+            schedule=WorkerSchedule(self._turn, self._turns),
             lowered={turn: self._jitted.lower(state, batch, turn) for turn in self._turns},
         )
 
@@ -89,7 +89,7 @@ class ScheduledStep:
 class LoweredPrograms:
     """Lowered programs of all turns."""
 
-    schedule: Schedule
+    schedule: WorkerSchedule
     lowered: Mapping[Hashable, Any]
     """Turn -> `jax.stages.Lowered`."""
 
@@ -109,7 +109,7 @@ class LoweredPrograms:
 class ScheduledPrograms:
     """Compiled programs of all turns, called like one."""
 
-    schedule: Schedule
+    schedule: WorkerSchedule
     compiled: Mapping[Hashable, Any]
     """Turn -> `jax.stages.Compiled`."""
 

@@ -116,7 +116,7 @@ def host_of_processes() -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Round:
+class _ProbeRound:
     """A compiled round."""
 
     row: int
@@ -198,7 +198,7 @@ class LinkProbe:
             reaches=self._reaches,
         )
 
-    def _time(self, round_: _Round) -> dict[int, float]:
+    def _time(self, round_: _ProbeRound) -> dict[int, float]:
         """Return the seconds from the start of a round until each device here has its result."""
         began = self._clock()
         result = self.send(round_.run)
@@ -219,14 +219,16 @@ class LinkProbe:
         """
         return run(self._given)
 
-    def _alone(self) -> _Round:
+    def _alone(self) -> _ProbeRound:
         run = self._compile_programs(lambda x: x + jnp.uint8(1))
-        return _Round(row=0, sources={place: place for place in range(self.mesh.size)}, run=run)
+        return _ProbeRound(
+            row=0, sources={place: place for place in range(self.mesh.size)}, run=run
+        )
 
-    def _round(self, row: int, pairs: Sequence[Pair]) -> _Round:
+    def _round(self, row: int, pairs: Sequence[Pair]) -> _ProbeRound:
         names = self.mesh.axis_names
         run = self._compile_programs(lambda x: jax.lax.ppermute(x, names, tuple(pairs)))
-        return _Round(row=row, sources={target: source for source, target in pairs}, run=run)
+        return _ProbeRound(row=row, sources={target: source for source, target in pairs}, run=run)
 
     def _sum(self, x: jax.Array) -> jax.Array:
         return x[:1] + jax.lax.psum(x[:1], self.mesh.axis_names)

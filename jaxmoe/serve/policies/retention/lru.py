@@ -12,7 +12,7 @@ from jaxmoe.serve.policies.retention.base import RetentionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LRUConfig(RetentionConfig):
+class LRURetentionConfig(RetentionConfig):
     """Any pages; a preempted sequence is computed again."""
 
     name: ClassVar[str] = "lru"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmoe.contrib.adapters.mixtures import Gates, Members
+from jaxmoe.contrib.adapters.mixtures import FactorMembers, Gates
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig
 from sharding import axes as ax
@@ -28,7 +28,7 @@ HEADS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 
 def mix_of(name, values):
     if name == "members":
-        return Members(ids=jnp.argmax(values[:, :, 0], axis=-1).astype(jnp.int32))
+        return FactorMembers(ids=jnp.argmax(values[:, :, 0], axis=-1).astype(jnp.int32))
     return Gates(values=values, is_paired=name == "together")
 
 

@@ -23,7 +23,7 @@ from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.contrib.elastic import resizing
 from jaxmoe.contrib.elastic.request import (
     AxisSizes,
-    Place,
+    DevicePlace,
     ResizeRequest,
     check_resized,
     read_resizes,
@@ -251,7 +251,7 @@ def test_every_refusal_says_what_fits():
 
 
 def test_devices_to_leave_out_shrink_data_to_the_largest_size_that_fits():
-    running, places = MeshConfig(data=8), [Place(id=number) for number in range(8)]
+    running, places = MeshConfig(data=8), [DevicePlace(id=number) for number in range(8)]
     check = functools.partial(check_resized, config())
     found = resolve(ResizeRequest(without=(1, 5)), running, places, check)
     assert found == (MeshConfig(data=6), (0, 2, 3, 4, 6, 7))
@@ -263,7 +263,7 @@ def test_devices_to_leave_out_shrink_data_to_the_largest_size_that_fits():
 
 
 def test_every_process_keeps_as_many_devices():
-    places = [Place(id=number, process=number // 4) for number in range(8)]
+    places = [DevicePlace(id=number, process=number // 4) for number in range(8)]
     running = MeshConfig(data=8)
     found = resolve(ResizeRequest(mesh=AxisSizes(data=6)), running, places, lambda mesh: None)
     assert found == (MeshConfig(data=6), (0, 1, 2, 4, 5, 6))

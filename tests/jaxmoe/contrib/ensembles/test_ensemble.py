@@ -9,7 +9,7 @@ import pytest
 
 from jaxmoe.contrib.ensembles.clusters import Clusters, document_features
 from jaxmoe.contrib.ensembles.evaluate import TEMPERATURES, evaluate_ensemble
-from jaxmoe.contrib.ensembles.members import Member, Members
+from jaxmoe.contrib.ensembles.members import EnsembleMember, EnsembleMembers
 from jaxmoe.contrib.ensembles.mixture import (
     ensemble_nll,
     member_log_weights,
@@ -114,9 +114,9 @@ def test_a_prefix_without_n_grams_is_uniform():
 def members_of(parts, nll, rows, num_parts=PARTS):
     """Members with given losses [batches B S R] of batches of these rows."""
     known = clusters(num_parts)
-    return Members(
+    return EnsembleMembers(
         members=tuple(
-            Member(
+            EnsembleMember(
                 path=f"run{number}",
                 step=1,
                 partition=Partition(part=part, clusters=known),

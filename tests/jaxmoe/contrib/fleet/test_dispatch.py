@@ -14,8 +14,8 @@ from jaxmoe.contrib.fleet.dispatch.base import Route
 from jaxmoe.contrib.fleet.dispatch.llumnix import freeness
 from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, Use, replay
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation, measure
-from jaxmoe.serve import BATCHING, Objective, Request, Sampling
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve import BATCHING, LatencyObjective, Request, Sampling
+from jaxmoe.serve.facts import WorkPart
 from jaxmoe.serve.instance import Instance
 from tests.support.simulated import COST, FACTS, SIZES, arrivals
 
@@ -25,7 +25,7 @@ def arrival(id_, prompt, time=0.0, tokens=3, ttft=9.0):
         id=id_,
         prompt=tuple(prompt),
         sampling=Sampling(max_tokens=tokens),
-        objective=Objective(ttft=ttft),
+        objective=LatencyObjective(ttft=ttft),
     )
     return Arrival(request=request, time=time, answer=(7,) * tokens)
 
@@ -382,7 +382,7 @@ def test_saga_finds_another_home_when_its_own_has_drained():
 def test_saga_keeps_pages_exactly_when_they_are_worth_their_rent():
     simulation = simulated_fleet([], DISPATCH["saga"](rent=0.012), 1, None, {})
     saga, view = simulation.fleet._dispatcher, simulation.fleet.instances[0].view(0.0)
-    again = COST.seconds([Part(1600)])
+    again = COST.seconds([WorkPart(1600)])
     # Seconds of a pause after which 100 of the 600 pages have cost as much.
     worth = again / (0.012 * 100 / 600)
     assert saga.is_worth(view, 1600, 1.0, 0.99 * worth)

@@ -21,7 +21,7 @@ from jaxmoe.contrib.fleet.layouts import MeshLayouts
 from jaxmoe.contrib.fleet.scaling import ElasticExpertsConfig, SLOConfig
 from jaxmoe.contrib.fleet.timing import MeasuredSteps
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.serve import Objective, Sampling
+from jaxmoe.serve import LatencyObjective, Sampling
 from jaxmoe.serve.config import EngineConfig
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import page_bytes
@@ -112,7 +112,7 @@ def test_scaling_of_two_real_instances_changes_no_token_and_loses_none(scaling):
     first = jax.devices()[:2]
     served = [MeshExecutor(MODEL, jax.device_put(params(), one), config=SIZES) for one in first]
     times = MeasuredSteps.of(served[0], 1)
-    tight = Objective(tpot=1e-9)  # never kept: instances join, devices are doubled
+    tight = LatencyObjective(tpot=1e-9)  # never kept: instances join, devices are doubled
     policies = {"slo": SLOConfig(interval=0.05), None: FleetConfig().scaling}
     policies["elastic_experts"] = ElasticExpertsConfig(interval=0.05, most=2)
     config = EngineConfig(

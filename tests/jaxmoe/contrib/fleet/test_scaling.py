@@ -16,8 +16,8 @@ from jaxmoe.contrib.fleet.scaling.base import ScalingView, rate_within
 from jaxmoe.contrib.fleet.scaling.slo import SLOConfig
 from jaxmoe.contrib.serving_lab.simulation import Simulation, measure
 from jaxmoe.contrib.serving_lab.simulation.measures import latency
-from jaxmoe.serve import BATCHING, Objective
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve import BATCHING, LatencyObjective
+from jaxmoe.serve.facts import WorkPart
 from tests.support.simulated import COST, FACTS, arrivals
 
 QUICK = {"slo": {"interval": 0.05}, "elastic_experts": {"interval": 0.05}}
@@ -43,7 +43,7 @@ def scaled(
     ).run()
 
 
-TIGHT = Objective(ttft=0.02, tpot=0.004)
+TIGHT = LatencyObjective(ttft=0.02, tpot=0.004)
 
 
 def crowd(objective=TIGHT, **fields):
@@ -75,9 +75,9 @@ def test_joining_and_draining_lose_no_request(name, dispatch):
 
 
 def test_slo_without_limits_keeps_one_instance():
-    simulation = scaled("slo", crowd(Objective()))
+    simulation = scaled("slo", crowd(LatencyObjective()))
     assert not simulation.scaling.changes and simulation.busy_seconds[1:] == [0.0, 0.0]
-    assert rate_within(COST, FACTS, [one.request for one in crowd(Objective())]) == math.inf
+    assert rate_within(COST, FACTS, [one.request for one in crowd(LatencyObjective())]) == math.inf
 
 
 def test_an_instance_that_drains_ends_what_it_has_and_takes_nothing_more():
@@ -100,7 +100,7 @@ def test_an_instance_that_drains_ends_what_it_has_and_takes_nothing_more():
 
 
 def test_the_rate_within_an_objective_grows_with_it_and_with_devices():
-    requests = {t: [one.request for one in crowd(Objective(tpot=t))] for t in (0.003, 0.01)}
+    requests = {t: [one.request for one in crowd(LatencyObjective(tpot=t))] for t in (0.003, 0.01)}
     tight, loose = (rate_within(COST, FACTS, one) for one in requests.values())
     assert 0 < tight < loose < math.inf
     assert rate_within(COST.on_chips(4), FACTS, requests[0.003]) > tight
@@ -185,7 +185,7 @@ def test_polca_spares_requests_of_high_priority():
 
 
 def test_power_follows_the_clock_and_the_load():
-    prompt, token = [Part(4000)], [Part(1, 100)]
+    prompt, token = [WorkPart(4000)], [WorkPart(1, 100)]
     dynamic = COST.chip.peak_watts - COST.chip.idle_watts
     full, half = COST.cost(prompt), COST.at_clock(0.5).cost(prompt)
     assert 0 < COST.cost(token).watts < full.watts <= dynamic

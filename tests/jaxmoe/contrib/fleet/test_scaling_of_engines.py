@@ -19,7 +19,7 @@ from jaxmoe.contrib.fleet.resharding import BusyError
 from jaxmoe.contrib.fleet.scaling import SCALING
 from jaxmoe.contrib.fleet.serving import FleetSizesConfig
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation
-from jaxmoe.serve import BATCHING, Objective, Request, Sampling
+from jaxmoe.serve import BATCHING, LatencyObjective, Request, Sampling
 from sharding import MeshConfig
 from tests.jaxmoe.contrib.fleet.test_fleet import CHIP, FACTS, SMALL
 from tests.support.fleets import MeshedLayouts, MeshedWorker, PageWorker
@@ -56,7 +56,7 @@ def workload():
                 id=id_,
                 prompt=tuple(range(id_ % 3, id_ % 3 + 4)),
                 sampling=Sampling(max_tokens=6),
-                objective=Objective(ttft=10.0, tpot=2.0),
+                objective=LatencyObjective(ttft=10.0, tpot=2.0),
             ),
         )
         for id_, time_ in enumerate(times)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.rl.batches import Sample, batch_of
+from jaxmoe.contrib.rl.batches import RolloutSample, batch_of
 from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.contrib.rl.feed import Learner
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
@@ -40,7 +40,7 @@ class Text:
 
 
 def sample(prompt, answer, reward):
-    return Sample(
+    return RolloutSample(
         prompt=tuple(prompt),
         answer=tuple(answer),
         log_probs=tuple(-0.5 - i for i in range(len(answer))),

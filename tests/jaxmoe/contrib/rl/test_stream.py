@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.contrib.rl.stream import Counts, SampleStore, StoreClosedError
+from jaxmoe.contrib.rl.stream import SampleStore, StoreClosedError, StreamCounts
 
 COLUMNS = ("question", "answers", "rewards")
 STEPS = st.sampled_from(["submit", "draw", "score", "fill", "take", "advance"])
@@ -92,7 +92,7 @@ def test_nothing_is_lost_or_taken_twice_by_four_threads():
                 end.result(timeout=60)
     assert taken == list(range(total))
     assert versions == sorted(versions)
-    assert store.counts() == Counts(submitted=total, taken=total)
+    assert store.counts() == StreamCounts(submitted=total, taken=total)
 
 
 def test_rows_older_than_the_staleness_are_dropped_and_counted():
@@ -102,11 +102,11 @@ def test_rows_older_than_the_staleness_are_dropped_and_counted():
     store.submit(3, answers="b")
     store.submit(4, answers="c")
     store.advance(5)
-    assert store.counts() == Counts(submitted=3, dropped=2, waiting=1)
+    assert store.counts() == StreamCounts(submitted=3, dropped=2, waiting=1)
     [row] = store.take(["answers"], 1)
     assert (row.id, row.version, row.values) == (2, 4, {"answers": "c"})
     store.submit(3, answers="d")
-    assert store.counts() == Counts(submitted=4, taken=1, dropped=3)
+    assert store.counts() == StreamCounts(submitted=4, taken=1, dropped=3)
 
 
 def test_without_staleness_only_rows_of_the_current_version_are_taken():
@@ -117,7 +117,7 @@ def test_without_staleness_only_rows_of_the_current_version_are_taken():
         assert [row.values for row in store.take(["answers"], 1)] == [{"answers": version}]
     store.submit(2, answers="late")
     store.advance(3)
-    assert store.counts() == Counts(submitted=4, taken=3, dropped=1)
+    assert store.counts() == StreamCounts(submitted=4, taken=3, dropped=1)
 
 
 def test_rows_are_taken_in_the_order_of_submission():

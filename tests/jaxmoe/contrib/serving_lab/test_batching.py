@@ -16,15 +16,15 @@ from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import (
     Facts,
     Instance,
-    Objective,
-    Piece,
+    LatencyObjective,
     Plan,
     PlanError,
+    PromptPiece,
     Request,
     Sampling,
     Shapes,
 )
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 from tests.support.page_executor import answer, serve
 from tests.support.simulated import COST, FACTS, OBJECTIVE, ONE_LANE, SIZES, arrivals, simulated
 
@@ -60,9 +60,9 @@ def test_one_request_alone_waits_for_its_prompt_only(name):
         name, [arrival(0, 300)], fields={"patience": 0.0} if name == "laps" else {}
     )
     one = simulation.sequences[0]
-    parts = [[Part(300, 0)]]
+    parts = [[WorkPart(300, 0)]]
     if name == "flow_prefill":
-        parts = [[Part(300, 0, (i, i + 3))] for i in (0, 3, 6, 9)]
+        parts = [[WorkPart(300, 0, (i, i + 3))] for i in (0, 3, 6, 9)]
     share = 0.5 if "partitions" in EVERY_BATCHING[name].needs else 1.0
     expected = sum(COST.seconds(p, share=share) for p in parts)
     if name == "nexus":  # nothing decodes: prompts get the largest share
@@ -81,13 +81,13 @@ def test_a_step_has_at_most_the_tokens_of_its_budget(name):
 
 def test_split_fuse_composes_short_prompts_and_splits_long_ones():
     plan = planned("split_fuse", [request(0, 30), request(1, 30), request(2, 90)], budget=100)
-    assert plan.lanes[0].pieces == (Piece(0, 30), Piece(1, 30), Piece(2, 40))
+    assert plan.lanes[0].pieces == (PromptPiece(0, 30), PromptPiece(1, 30), PromptPiece(2, 40))
 
 
 def test_split_fuse_keeps_to_compiled_shapes():
     shapes = Shapes(singles=4, pieces=((1, 64), (3, 16)))
     plan = planned("split_fuse", [request(0, 10), request(1, 90)], facts={"shapes": shapes})
-    assert plan.lanes[0].pieces == (Piece(0, 10), Piece(1, 16))
+    assert plan.lanes[0].pieces == (PromptPiece(0, 10), PromptPiece(1, 16))
 
 
 def test_prefill_first_never_decodes_beside_a_prompt():
@@ -97,7 +97,7 @@ def test_prefill_first_never_decodes_beside_a_prompt():
 
 def test_prefill_first_computes_a_prompt_beyond_its_budget_alone():
     plan = planned("prefill_first", [request(0, 200), request(1, 10)], budget=100)
-    assert plan.lanes[0].pieces == (Piece(0, 200),)
+    assert plan.lanes[0].pieces == (PromptPiece(0, 200),)
 
 
 def test_layered_reads_fewer_expert_bytes_than_chunks_of_the_same_work():
@@ -128,7 +128,7 @@ def test_laps_serves_a_short_prompt_within_its_patience_of_a_long_one():
     laps = simulated("laps", given, fields=fields).sequences[1]
     plain = simulated("prefill_first", given).sequences[1]
     assert laps.first - laps.arrived < plain.first - plain.arrived
-    longest = COST.seconds([Part(512, 3500), Part(50, 0)])
+    longest = COST.seconds([WorkPart(512, 3500), WorkPart(50, 0)])
     assert laps.admitted - laps.arrived <= 0.002 + 2 * longest
 
 
@@ -140,13 +140,13 @@ def test_laps_waits_for_other_short_prompts_and_says_when_it_stops_waiting():
 
 
 def test_flow_prefill_computes_the_least_slack_first():
-    slow, fast = Objective(ttft=9.0), Objective(ttft=0.1)
+    slow, fast = LatencyObjective(ttft=9.0), LatencyObjective(ttft=0.1)
     plan = planned("flow_prefill", [request(0, 50, objective=slow), request(1, 60, objective=fast)])
-    assert plan.lanes[0].pieces == (Piece(1, 60, (0, 3)),)
+    assert plan.lanes[0].pieces == (PromptPiece(1, 60, (0, 3)),)
 
 
 def test_flow_prefill_leaves_a_prompt_between_layers_for_an_urgent_one():
-    slow, fast = Objective(ttft=9.0), Objective(ttft=0.01)
+    slow, fast = LatencyObjective(ttft=9.0), LatencyObjective(ttft=0.01)
     given = [
         arrival(0, 3000, objective=slow, tokens=1),
         arrival(1, 30, time=1e-4, objective=fast, tokens=1),
@@ -207,7 +207,7 @@ def test_lanes_run_at_once_and_share_one_pool():
     ("ttft", "tpot", "expected"), [(0.0, 9.0, -1), (9.0, 0.0, 1), (9.0, 9.0, 0)]
 )
 def test_semi_pd_moves_towards_the_phase_that_misses_its_limit(ttft, tpot, expected):
-    given = arrivals(requests=6, objective=Objective(ttft=ttft, tpot=tpot))
+    given = arrivals(requests=6, objective=LatencyObjective(ttft=ttft, tpot=tpot))
     simulation = simulated("semi_pd", given, fields={"every": 2})
     assert direction(tuple(simulation.sequences.values())) == expected
     shares = [lane.share for lane in lanes(simulation) if lane.number == 0]
@@ -224,7 +224,7 @@ def test_a_share_that_the_device_does_not_have_is_refused():
 def test_nano_batches_are_as_many_as_is_fastest():
     simulation = simulated("nano_batches", [arrival(0, 2000, tokens=2)])
     prompt, decoding = lanes(simulation)[0], lanes(simulation)[-1]
-    part = [Part(2000, 0)]
+    part = [WorkPart(2000, 0)]
     seconds = {n: COST.seconds(part, nano_batches=n) for n in (1, 2, 3, 4)}
     assert seconds[prompt.nano_batches] == min(seconds.values())
     assert decoding.nano_batches == 1  # weights would be read twice

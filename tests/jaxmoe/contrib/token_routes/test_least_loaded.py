@@ -19,7 +19,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig, group_of_each_row
-from jaxmoe.contrib.token_routes.least_loaded_plan import Plan, make_plan
+from jaxmoe.contrib.token_routes.least_loaded_plan import LoanPlan, make_plan
 from sharding.assignments import Assignments
 from sharding.expert_parallel import AllToAllConfig
 from sharding.expert_parallel.dispatched import Outgoing
@@ -51,7 +51,7 @@ def test_hand_drawn():
     groups    0 1 2     3 4 5
     experts   0 1 -     2 3 1
     """
-    plan = Plan(
+    plan = LoanPlan(
         rows=ints([2, 0], [2, 3], [0, 1], [0, 0]),
         borrowed=ints([4], [1]),
         lent=ints(1, 4, 4, 4),

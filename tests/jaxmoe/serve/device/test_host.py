@@ -12,7 +12,7 @@ from jaxmoe.serve.device.pages import page_bytes
 from jaxmoe.serve.device.transfers import HeldPages
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.policies.batching import SplitFuseConfig
-from jaxmoe.serve.policies.retention import LRUConfig, SwapGroupsConfig
+from jaxmoe.serve.policies.retention import LRURetentionConfig, SwapGroupsConfig
 from jaxmoe.serve.step import Swap
 from tests.support.serving import MODEL, SIZES, Smaller, check_answers, executor
 
@@ -50,7 +50,7 @@ def swapped(retention):
 
 @pytest.fixture(scope="module")
 def computed_again():
-    return swapped(LRUConfig())[0]
+    return swapped(LRURetentionConfig())[0]
 
 
 @pytest.mark.parametrize("host", [4.0, 0.25, 0.0])

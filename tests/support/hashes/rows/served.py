@@ -295,7 +295,7 @@ def _workload(name: str, directory: pathlib.Path) -> dict[str, str]:
     import json
 
     from jaxmoe.contrib.serving_lab.simulation import WORKLOADS
-    from jaxmoe.serve import Objective
+    from jaxmoe.serve import LatencyObjective
 
     options: dict[str, Any] = {"requests": 12}
     if name == "file":
@@ -311,7 +311,7 @@ def _workload(name: str, directory: pathlib.Path) -> dict[str, str]:
         ]
         path.write_text("\n".join(map(json.dumps, lines)))
         options = {"path": str(path)}
-    found = WORKLOADS[name](**options).arrivals(Objective(), 4096)
+    found = WORKLOADS[name](**options).arrivals(LatencyObjective(), 4096)
     facts = [[one.time, one.request.prompt, one.answer] for one in found]
     return {"requests": digest_of_record(facts)}
 

@@ -13,7 +13,7 @@ from jaxmoe.contrib.fleet.timing import MeasuredSteps, Timing, measure_steps
 from jaxmoe.contrib.serving_lab.simulation.measured import TableCost, fit_rates
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve.facts import WorkPart
 from jaxmoe.serve.plan import Shapes
 from tests.support.simulated import COST, FACTS, arrivals, simulated
 
@@ -75,13 +75,13 @@ TABLE = [
 @pytest.mark.parametrize(
     ("parts", "seconds"),
     [
-        ([Part(1, 10)], 0.001),
-        ([Part(1, 511)] * 4, 0.001),
-        ([Part(1, 512)], 0.002),
-        ([Part(1, 5), Part(3, 0)], 0.003),
-        ([Part(64, 900)], 0.004),
-        ([Part(9, 0), Part(200, 0)], 0.008),
-        ([Part(1, 5)] * 5, 0.003),  # the fifth is the end of a prompt
+        ([WorkPart(1, 10)], 0.001),
+        ([WorkPart(1, 511)] * 4, 0.001),
+        ([WorkPart(1, 512)], 0.002),
+        ([WorkPart(1, 5), WorkPart(3, 0)], 0.003),
+        ([WorkPart(64, 900)], 0.004),
+        ([WorkPart(9, 0), WorkPart(200, 0)], 0.008),
+        ([WorkPart(1, 5)] * 5, 0.003),  # the fifth is the end of a prompt
     ],
 )
 def test_a_step_takes_the_time_of_the_shape_that_holds_it(parts, seconds):
@@ -92,7 +92,7 @@ def test_a_step_takes_the_time_of_the_shape_that_holds_it(parts, seconds):
 
 def test_a_step_that_no_shape_holds_takes_the_time_of_the_formula():
     cost = TableCost.of(SHAPES, TABLE, COST)
-    assert cost.seconds([Part(300, 0)]) == COST.seconds([Part(300, 0)])
+    assert cost.seconds([WorkPart(300, 0)]) == COST.seconds([WorkPart(300, 0)])
 
 
 def test_a_simulation_with_a_table_takes_its_times():
@@ -146,7 +146,7 @@ def test_times_on_more_devices_are_in_proportion_until_they_are_measured():
 
     tables = {1: table(1.0)}
     one = MeasuredSteps(SHAPES, tables, 1)
-    single, prompt, long = [Part(1, 10)] * 3, [Part(1, 10), Part(60)], [Part(1500)]
+    single, prompt, long = [WorkPart(1, 10)] * 3, [WorkPart(1, 10), WorkPart(60)], [WorkPart(1500)]
     assert [one.seconds(parts) for parts in (single, prompt)] == [0.01, 0.02]
     assert one.seconds(long) == pytest.approx(3 * 0.08)  # pieces of 512 tokens
     two = one.on_chips(2)

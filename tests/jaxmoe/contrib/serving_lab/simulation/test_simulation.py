@@ -12,8 +12,8 @@ from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.simulation import Arrival, ModelSizes, Simulation, measure
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve import Facts, Instance, Objective, Plan, Request, Sampling
-from jaxmoe.serve.facts import Part
+from jaxmoe.serve import Facts, Instance, LatencyObjective, Plan, Request, Sampling
+from jaxmoe.serve.facts import WorkPart
 from tests.support.page_executor import answer, serve
 from tests.support.simulated import (
     COST,
@@ -39,7 +39,7 @@ def test_the_sizes_of_a_published_model():
 
 def test_one_decoded_token_reads_all_weights_that_it_meets():
     cost = dataclasses.replace(COST, constant=0.0)
-    found = cost.cost([Part(1, 0)])
+    found = cost.cost([WorkPart(1, 0)])
     read = 2 * (SIZES.dense + SIZES.head + 12 * 4 * SIZES.expert) + SIZES.kv_bytes
     expected = read / (0.8 * CHIPS["v5e"].memory_bandwidth)
     assert abs(found.seconds / expected - 1) < 1e-3
@@ -48,7 +48,7 @@ def test_one_decoded_token_reads_all_weights_that_it_meets():
 
 def test_a_long_prompt_is_bound_by_flops_and_reads_every_expert():
     cost = dataclasses.replace(COST, constant=0.0)
-    found = cost.cost([Part(4000, 0)])
+    found = cost.cost([WorkPart(4000, 0)])
     active = SIZES.dense + 12 * SIZES.top_k * SIZES.expert
     flops = 2 * 4000 * active + SIZES.pair_flops * 4000 * 2000 + 2 * SIZES.head
     assert found.flops == pytest.approx(flops)
@@ -57,9 +57,9 @@ def test_a_long_prompt_is_bound_by_flops_and_reads_every_expert():
 
 
 def test_layers_of_a_piece_cost_their_share_and_the_head_is_paid_once():
-    parts = [Part(500, 0, layers) for layers in ((0, 4), (4, 12))]
+    parts = [WorkPart(500, 0, layers) for layers in ((0, 4), (4, 12))]
     cost = dataclasses.replace(COST, constant=0.0)
-    whole = cost.cost([Part(500, 0)])
+    whole = cost.cost([WorkPart(500, 0)])
     split = [cost.cost([part]) for part in parts]
     assert sum(one.expert_bytes for one in split) == pytest.approx(whole.expert_bytes)
     assert sum(one.flops for one in split) == pytest.approx(whole.flops)
@@ -81,14 +81,18 @@ def test_host_memory_that_is_not_needed_costs_nothing():
         dataclasses.replace(COST, chip=dataclasses.replace(CHIPS["v5e"], host_bandwidth=b))
         for b in (1e9, 32e9)
     )
-    assert slow.spilled == 0 and slow.seconds([Part(9, 9)]) == COST.seconds([Part(9, 9)])
+    assert slow.spilled == 0 and slow.seconds([WorkPart(9, 9)]) == COST.seconds([WorkPart(9, 9)])
     small = dataclasses.replace(CHIPS["v5e"], memory=2**30, reserved=0)
     slow, fast = (
         dataclasses.replace(COST, chip=dataclasses.replace(small, host_bandwidth=b))
         for b in (1e9, 32e9)
     )
     assert 0 < slow.spilled < 1
-    assert slow.seconds([Part(9, 9)]) > fast.seconds([Part(9, 9)]) > COST.seconds([Part(9, 9)])
+    assert (
+        slow.seconds([WorkPart(9, 9)])
+        > fast.seconds([WorkPart(9, 9)])
+        > COST.seconds([WorkPart(9, 9)])
+    )
     held = (1 - slow.spilled) * slow.weight_bytes
     pages = slow.num_pages(16, share=1.0) * 16 * SIZES.kv_bytes
     assert held == pytest.approx(0.9 * 2**30)  # the rest is for pages
@@ -97,13 +101,13 @@ def test_host_memory_that_is_not_needed_costs_nothing():
 
 def test_more_chips_are_faster_and_send():
     two = dataclasses.replace(COST, num_chips=2)
-    parts = [Part(512, 0)]
+    parts = [WorkPart(512, 0)]
     assert COST.seconds(parts) / 2 < two.seconds(parts) < COST.seconds(parts)
     assert two.num_pages(16) > 2 * COST.num_pages(16)
 
 
 def test_without_limits_every_request_is_within_them():
-    found = measure(simulated(given=arrivals(objective=Objective())))
+    found = measure(simulated(given=arrivals(objective=LatencyObjective())))
     assert found.within == 1.0 and found.finished == 12
     assert found.goodput == pytest.approx(12 / found.seconds)
 

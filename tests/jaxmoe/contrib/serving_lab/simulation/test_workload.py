@@ -11,7 +11,7 @@ import pytest
 
 from jaxmoe.contrib.serving_lab.simulation import WORKLOADS
 from jaxmoe.contrib.serving_lab.simulation.traces import read_trace
-from jaxmoe.serve import Objective
+from jaxmoe.serve import LatencyObjective
 
 BURST = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log
 5,s1,1.0,ChatGPT,472,18,490,Conversation log
@@ -32,7 +32,7 @@ MOONCAKE = [
 
 
 def drawn(name, max_length=4096, **fields):
-    return WORKLOADS[name](**fields).arrivals(Objective(), max_length)
+    return WORKLOADS[name](**fields).arrivals(LatencyObjective(), max_length)
 
 
 @pytest.mark.parametrize("shape", [0.5, 1.0, 4.0])

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.contrib.slow_links import CO2Config, StreamingConfig, exchange
 from jaxmoe.contrib.slow_links.exchange import About, mean, permuted_mean
 from jaxmoe.contrib.slow_links.timing import Timing
-from jaxmoe.contrib.slow_links.workers.programs import Schedule
+from jaxmoe.contrib.slow_links.workers.programs import WorkerSchedule
 from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.contrib.slow_links.workers.step import exchange_late, exchange_now, local_steps
 from jaxmoe.execution import ExecutionConfig
@@ -74,7 +74,7 @@ def test_the_host_reads_the_step_of_a_state_that_it_has_not_made_itself():
 
         return run
 
-    schedule = Schedule(lambda step: step % 3 == 0, (False, True))
+    schedule = WorkerSchedule(lambda step: step % 3 == 0, (False, True))
     empty: Any = dict.fromkeys(
         ("params", "opt_state", "router_state", "rng", "skipped", "skipped_in_a_row")
     )
