@@ -210,7 +210,7 @@ def harness_model(
             _warn(scorer.num_truncated - before, len(requests), scorer.max_length)
             return answers
 
-        def _asked(self, asked: dict[str, Any]) -> tuple[list[str], int]:
+        def _read_request(self, asked: dict[str, Any]) -> tuple[list[str], int]:
             """Return the stop texts and the largest number of tokens of an answer."""
             given = usual.normalize_gen_kwargs(asked, self.max_gen_toks)
             if given.get("do_sample"):
@@ -225,7 +225,7 @@ def harness_model(
             nonlocal executor
             prompts = []
             for context, asked in requests:
-                ends, most = self._asked(asked)
+                ends, most = self._read_request(asked)
                 tokens = scorer.cut(text.encode(context) or [text.separator], most)
                 sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=(text.separator,))
                 prompts.append(Prompt(tokens=tuple(tokens), sampling=sampling, stop=tuple(ends)))
@@ -239,7 +239,7 @@ def harness_model(
 
         def _written(self, context: str, asked: dict[str, Any]) -> str:
             """Return the answer up to the first stop text."""
-            ends, most = self._asked(asked)
+            ends, most = self._read_request(asked)
 
             def is_done(written: list[int]) -> bool:
                 if written[-1] == text.separator:

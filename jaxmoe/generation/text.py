@@ -332,7 +332,7 @@ class _Text:
                 self._tokens.append(token)
         if not self._given.stop and self._on_sample is None:
             return
-        text = self._decoded()
+        text = self._decode()
         cut = first_stop(text, self._given.stop)
         self.is_done = self.is_done or cut < len(text)
         if self._on_sample is not None and not self.is_done:
@@ -343,11 +343,11 @@ class _Text:
 
     def finished(self) -> Sample:
         """Return the sample, cut before a stop string."""
-        text = self._decoded()
+        text = self._decode()
         text = text[: first_stop(text, self._given.stop)]
         return dataclasses.replace(self._sample, text=text, token_ids=tuple(self._tokens))
 
-    def _decoded(self) -> str:
+    def _decode(self) -> str:
         tokens = np.asarray(self._context + self._tokens, np.int32)
         return added_text(self._before, self._codec.decode(tokens))
 

@@ -250,7 +250,7 @@ def interleave(parts: Sequence[Observations], repeats: int) -> Observations:
     """
     if len(parts) == 1:
         return parts[0]
-    return _joined(parts, [repeats] * len(parts), lambda rows: jnp.stack(rows, 1).reshape(-1))
+    return _join(parts, [repeats] * len(parts), lambda rows: jnp.stack(rows, 1).reshape(-1))
 
 
 def join_stacks(parts: Sequence[tuple[Observations, int]]) -> Observations:
@@ -261,10 +261,10 @@ def join_stacks(parts: Sequence[tuple[Observations, int]]) -> Observations:
             has a count of 0, or a peak of -inf.
     """
     stacks, layers = zip(*parts, strict=True)
-    return _joined(stacks, layers, jnp.concatenate)
+    return _join(stacks, layers, jnp.concatenate)
 
 
-def _joined(
+def _join(
     parts: Sequence[Observations],
     layers: Sequence[int],
     join: Callable[[list[Array]], Array],

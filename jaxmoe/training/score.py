@@ -103,7 +103,7 @@ class Scorer:
         answers: dict[int, tuple[float, bool]] = {}
         groups: dict[int, list[int]] = {}
         for row in order:
-            groups.setdefault(self._padded(len(rows[row][0])), []).append(row)
+            groups.setdefault(self._pad(len(rows[row][0])), []).append(row)
         for length, members in groups.items():
             for first in range(0, len(members), self.batch_size):
                 group = members[first : first + self.batch_size]
@@ -172,7 +172,7 @@ class Scorer:
         self.num_truncated += len(tokens) > self.max_length + 1
         return tokens[-(self.max_length + 1) :][:-1], tokens[-len(continuation) :]
 
-    def _padded(self, length: int) -> int:
+    def _pad(self, length: int) -> int:
         """Return the smallest of the shapes that holds a row."""
         shapes = [-(-self.max_length // 2**power) for power in range(_SHAPES)]
         shapes = [shape for shape in shapes if shape >= _SHORTEST] or shapes[:1]

@@ -261,10 +261,10 @@ class FilesStep:
         return state, dataclasses.replace(metrics, disk=disk)
 
     def _parts(self, state: TrainState, opt_state: Any) -> tuple[Part, ...]:
-        trained, number = self._trained(state.params), self._step.execution.optimizer_parts
+        trained, number = self._select_trained(state.params), self._step.execution.optimizer_parts
         return parts_of(self._step.model, trained, opt_state, number)
 
-    def _trained(self, params: Any) -> Any:
+    def _select_trained(self, params: Any) -> Any:
         return params if self._step.table is None else self._step.table.trained(params)
 
     def _in_files(self, state: TrainState) -> Any:
@@ -300,7 +300,7 @@ class FilesStep:
     ) -> tuple[Any, Any, Bool[Array, ""]]:
         """Return parameters and counters after the update, and whether all is finite."""
         leaves, is_finite = jax.tree.leaves(opt_state), jnp.ones((), jnp.bool_)
-        params, counters, trained = {**grads}, state.opt_state, self._trained(state.params)
+        params, counters, trained = {**grads}, state.opt_state, self._select_trained(state.params)
         tokens: Any = None
         name = ""
         for part in self._parts(state, opt_state):
@@ -354,7 +354,7 @@ class FilesStep:
             is_finite: Bool[Array, ""],
             number: Int[Array, ""],
         ) -> tuple[Any, Any, Any, Bool[Array, ""]]:
-            trained = self._cut(self._trained(params))
+            trained = self._cut(self._select_trained(params))
             # The states and gradients of other modules are not read: the compiler removes them.
             state = OwnedState.of(self._step.optimizer.init(trained), trained).counting(counters)
             zeros = jax.tree.map(jnp.zeros_like, trained), trained
@@ -379,7 +379,7 @@ class FilesStep:
     def _accepted(
         self, state: TrainState, prepared: Begun, params: Any, counters: Any, is_finite: Array
     ) -> tuple[TrainState, StepMetrics]:
-        params = jax.tree.map(place_like, params, self._trained(state.params))
+        params = jax.tree.map(place_like, params, self._select_trained(state.params))
         if self._step.table is not None:
             params = self._step.table.merged(params, state.params)
         new = Counters(new=counters, old=state.opt_state, is_finite=is_finite)

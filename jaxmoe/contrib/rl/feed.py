@@ -287,7 +287,7 @@ class RolloutFeed(Feed):
             raise NoAnswersError(str(error)) from error
         drawn, counts = time.perf_counter(), self._rollouts.counts()
         rows, measures = self._prepare(state, self._learner.batch(samples))
-        state, metrics, clipped = self._updated(step_function, state, samples, rows)
+        state, metrics, clipped = self._update(step_function, state, samples, rows)
         measures[CLIPPED] = clipped
         jax.block_until_ready(metrics.loss)
         times = {ROLLOUT_SECONDS: drawn - start_time, TRAIN_SECONDS: time.perf_counter() - drawn}
@@ -314,7 +314,7 @@ class RolloutFeed(Feed):
             self._rollouts.draw(step, params, routers or None)
         return sent
 
-    def _updated(
+    def _update(
         self,
         step_function: StepFunction,
         state: TrainState,
