@@ -33,8 +33,10 @@ _BAR = 40
 """Width of the longest bar, characters."""
 _SHOWN_ROWS = 3
 _SHOWN_TOKENS = 60
-_SHOWN_DOCUMENTS, _SHOWN_LINES = 4, 24
-_BRACKETS, _COLOURS = ("[[", "]]"), ("\x1b[32m", "\x1b[0m")
+_SHOWN_DOCUMENTS = 4
+_SHOWN_LINES = 24
+_BRACKETS = ("[[", "]]")
+_COLOURS = ("\x1b[32m", "\x1b[0m")
 """What begins and ends trained text, in a file and on a terminal."""
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 
@@ -84,7 +86,8 @@ def summarise(config: PretrainConfig, source: Source) -> dict[str, Any]:
 def page(config: PretrainConfig, source: Source) -> str:
     """Return the text to print."""
     training = config.training
-    length, size = training.sequence_length, training.batch_size
+    length = training.sequence_length
+    size = training.batch_size
     lines = [source.describe(length), ""]
     for split in _SPLITS:
         rows = source.num_rows(split, length)
@@ -178,7 +181,8 @@ def _weights(source: Source, length: int) -> dict[str, Any]:
 
 def _select_trained(source: PackedSource, length: int) -> Iterator[str]:
     """Yield what is trained and left out of documents with loss weights, and some of them."""
-    counts, documents = source.weight_counts(length), source.documents["train"]
+    counts = source.weight_counts(length)
+    documents = source.documents["train"]
     if counts is None:
         return
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -197,7 +201,8 @@ def _select_trained(source: PackedSource, length: int) -> Iterator[str]:
     where = "green" if is_terminal else " ".join(marks)
     yield from ("", f"{source.unit} of the train split, what is trained in {where}")
     for number in range(min(_SHOWN_DOCUMENTS, len(documents.lengths))):
-        tokens, weights = documents.document(number), documents.document_weights(number)
+        tokens = documents.document(number)
+        weights = documents.document_weights(number)
         assert weights is not None  # there are counts
         yield f"{number}"
         lines = list(_mark(source, tokens, weights > 0, marks))

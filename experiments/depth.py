@@ -124,7 +124,8 @@ def _measure(config: DepthConfig) -> tuple[DepthMeasures, dict[str, Any]]:
         )
     ]
     findings["later"] = measures.later.tolist()
-    errors, names = None, ()
+    errors = None
+    names = ()
     if config.against is not None:
         errors, names = _maps(config, assembly, model, batches)
         findings["map"] = {"against": config.against, "error": errors.tolist(), "layers": names}
@@ -196,7 +197,8 @@ def sweep_losses(model: Chain, batches: Sequence[Batch], sweeps: int) -> dict[st
         sweeps: Largest number of sweeps.
     """
     model = model.on_one_device()
-    totals, weight = np.zeros(sweeps + 1), 0.0
+    totals = np.zeros(sweeps + 1)
+    weight = 0.0
     for held_out_batch in batches:
         batch = jax.tree.map(jnp.asarray, jax.device_get(held_out_batch))
         stream, context = model.begin(batch.tokens, batch.segment_ids)
@@ -238,7 +240,8 @@ def format_depth(measures: DepthMeasures, findings: dict[str, Any]) -> str:
         rows.append(cells)
     lines = [text_table(rows), ""]
     if "sweeps" in findings:
-        baseline, after = findings["sweeps"]["usual"], findings["sweeps"]["after"]
+        baseline = findings["sweeps"]["usual"]
+        after = findings["sweeps"]["after"]
         table = [("sweeps", "nats per token", "above the usual order")]
         table += [(str(k + 1), f"{x:.4f}", f"{x - baseline:+.4f}") for k, x in enumerate(after)]
         lines += [text_table(table), f"usual order: {baseline:.4f} nats per token", ""]

@@ -49,7 +49,8 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog, description = "python -m experiments.describe", __doc__ or ""
+    prog = "python -m experiments.describe"
+    description = __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, description)
     with cli.exit_on_bad_configuration():
         subject = _subject(recipe, config)
@@ -88,7 +89,8 @@ def _subject(recipe: str, config: PretrainConfig) -> Subject:
                 " them out"
             )
         model, _ = open_huggingface(path)
-        config, name = dataclasses.replace(config, model=model), pathlib.Path(path).resolve().name
+        config = dataclasses.replace(config, model=model)
+        name = pathlib.Path(path).resolve().name
         return Subject(kind="model", name=name, config=config)
     run = RunDirectory(path)
     if dataclasses.replace(config, run=recipe_config.run) == recipe_config and run.has_config():
@@ -112,14 +114,18 @@ def describe(subject: Subject, plan: RunPlan) -> str:
         subject: What to describe.
         plan: Model and parameter table.
     """
-    config, model, table = plan.config, plan.model, plan.table
-    training, moe = config.training, model.moe
+    config = plan.config
+    model = plan.model
+    table = plan.table
+    training = config.training
+    moe = model.moe
     active = table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     flops = flops_per_token(model, table, training.sequence_length)
     tokens = training.batch_size * training.sequence_length
     width = _BYTES[config.execution.precision.parameters]
     layout = config.execution.state_layout
-    shards, moment_shards = _shards(plan, layout.parameters), _shards(plan, layout.optimizer)
+    shards = _shards(plan, layout.parameters)
+    moment_shards = _shards(plan, layout.optimizer)
     held_bytes = sum(row.size * width / shards[row.path] for row in table)
     moments = sum(row.size * _moment_bytes(plan, row) / moment_shards[row.path] for row in table)
     gradients = sum(row.size * width / shards[row.path] for row in table)
@@ -180,7 +186,8 @@ def _tiles(plan: RunPlan) -> list[str]:
 
 def _stages(plan: RunPlan) -> list[str]:
     """Return the line about the pipeline; none without stages or with their number left open."""
-    execution, training = plan.config.execution, plan.config.training
+    execution = plan.config.execution
+    training = plan.config.training
     arguments = plan.model, execution, training.accumulation
     if training.skipping is not None:
         training.skipping.check(plan.step_plan(execution))

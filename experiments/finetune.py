@@ -50,7 +50,9 @@ from jaxmoe.training.stopwatch import process_age
 from sharding.pipeline import InterleavedConfig
 
 _INITIAL = "--checkpoint.initial"
-STEPS, LEARNING_RATE, WARMUP_STEPS = 200, 1e-3, 10
+STEPS = 200
+LEARNING_RATE = 1e-3
+WARMUP_STEPS = 10
 RATE_SHARE = 0.1
 """Learning rate of optimisers other than AdamW, over that of the initial run."""
 
@@ -62,7 +64,8 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog, description = "python -m experiments.finetune", __doc__ or ""
+    prog = "python -m experiments.finetune"
+    description = __doc__ or ""
     arguments = [long_word(word) for word in argv]
     with flags.exit_on_bad_configuration():
         start = finetune_config(initial_of(arguments))

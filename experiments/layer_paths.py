@@ -182,8 +182,10 @@ def _join(batches: Sequence[Batch]) -> Batch:
 
 def _row(path: str, sequences: str, rows: RoutedRows, baseline: RoutedRows) -> dict[str, Any]:
     """Return what is printed and written of some paths."""
-    length, layers = rows.paths.sum(axis=1), rows.paths.shape[1]
-    better, shorter = rows.losses < baseline.losses, length < layers
+    length = rows.paths.sum(axis=1)
+    layers = rows.paths.shape[1]
+    better = rows.losses < baseline.losses
+    shorter = length < layers
     either = better | (shorter & (rows.losses <= baseline.losses))
     return {
         "path": path,
@@ -250,7 +252,8 @@ def _draw(
 ) -> None:
     """Draw the choices by layer, and loss against length of every sequence."""
     figure, panels = figure_of_panels(14.4, 4.4, 1, 3)
-    places, colors = np.arange(len(names)), (GRAY, BLUE, ORANGE)
+    places = np.arange(len(names))
+    colors = (GRAY, BLUE, ORANGE)
     for axes, (title, share) in zip(panels, shares.items(), strict=False):
         for choice, label in enumerate(("skip", "run", "repeat")):
             bottom = share[:choice].sum(axis=0)

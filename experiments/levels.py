@@ -129,7 +129,8 @@ def compare(config: LevelsStudyConfig) -> tuple[list[tuple[str, ...]], dict[str,
     forecasts: dict[str, Forecast] = {}
     table: list[tuple[str, ...]] = [HEADINGS]
     for assigner in ASSIGNERS.values():
-        packing, start_time = level_packing(plan, assigner(), topology.chip), time.perf_counter()
+        packing = level_packing(plan, assigner(), topology.chip)
+        start_time = time.perf_counter()
         forecasts[assigner.name] = mean = _mean([packing.forecast(step) for step in rows])
         if len(table) == 1:
             number = f"{mean.static_micro_batches:.1f}"
@@ -155,9 +156,11 @@ def draw_rows(lengths: LengthsConfig, length: int, rows: int) -> list[list[list[
         length: Tokens of a row, S.
         rows: Rows of a step.
     """
-    rng, steps = np.random.default_rng(lengths.seed), []
+    rng = np.random.default_rng(lengths.seed)
+    steps = []
     for _ in range(lengths.steps):
-        drawn, tokens_left = list[int](), rows * length
+        drawn = list[int]()
+        tokens_left = rows * length
         while tokens_left > 0:
             length_drawn = rng.lognormal(np.log(lengths.median), lengths.sigma)
             drawn.append(int(np.clip(length_drawn, 1, length)))

@@ -158,7 +158,8 @@ def compare(trace: RoutingTrace, num_devices: int) -> list[tuple[str, ...]]:
             f"the trace has {trace.num_tokens} tokens, too few for two halves on {num_devices}"
             " devices: record more"
         )
-    seen, unseen = trace.part(0, half), trace.part(half, 2 * half)
+    seen = trace.part(0, half)
+    unseen = trace.part(half, 2 * half)
     identity = ExpertPlacement.identity(trace.num_layers, trace.num_experts, num_devices)
     mixed = np.random.default_rng(0).permuted(identity.device_of, axis=1)
     rows = [
@@ -189,7 +190,8 @@ def speculative_devices(
     tables = token_tables(seen, placement, vocab_size=vocab_size)
     ids = jnp.asarray(unseen.token_ids, jnp.int32)
     expert_homes = jnp.asarray(homes(unseen, placement), jnp.int32)
-    devices, below = [], jnp.full_like(ids, -1)
+    devices = []
+    below = jnp.full_like(ids, -1)
     for layer in range(unseen.num_layers):
         guess = predict(jax.tree.map(lambda table, i=layer: table[i], tables), ids, below)
         _, place = shuffle(*guess, placement.num_devices)
@@ -201,8 +203,10 @@ def speculative_devices(
 def _measure(
     seen: RoutingTrace, unseen: RoutingTrace, placement: ExpertPlacement
 ) -> tuple[str, ...]:
-    devices, number = placement.device_of, placement.num_devices
-    affinity, loads = unseen.affinity(), device_loads(unseen.loads(), placement.device_of, number)
+    devices = placement.device_of
+    number = placement.num_devices
+    affinity = unseen.affinity()
+    loads = device_loads(unseen.loads(), placement.device_of, number)
     share = crossings(affinity, devices) / max(int(affinity.sum()), 1)
     traffic = pair_traffic(flows(affinity, devices, number))
     pairs = number * (number - 1) / 2

@@ -51,10 +51,12 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog, description = "python -m experiments.pretrain", __doc__ or ""
+    prog = "python -m experiments.pretrain"
+    description = __doc__ or ""
     extends: bool | frozenset[str] = False
     if argv and argv[0] in WORDS:
-        recipe, config = None, parse_continuation(argv, prog, description)
+        recipe = None
+        config = parse_continuation(argv, prog, description)
         extends = named_fields(argv[2:])
     else:
         recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, description)

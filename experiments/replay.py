@@ -69,7 +69,8 @@ def format_findings(findings: dict[str, Any]) -> str:
         f" {'not ' * bool(bad)}finite",
         "",
     ]
-    arrays, rows = findings["arrays"], findings["rows"]
+    arrays = findings["arrays"]
+    rows = findings["rows"]
     table = [("array of the gradient", "norm", "not finite")]
     table += [(x["array"], f"{x['grad_norm']:.4g}", str(x["not_finite"])) for x in arrays[:_SHOWN]]
     lines += [text_table(table), ""]

@@ -52,10 +52,12 @@ def main(argv: Sequence[str]) -> int:
         runs = [read_run(path) for path in paths]
         write("drawing plots and the report ...")
         if len(runs) == 1 and config.run.directory is None:
-            page, notes = rebuild_report(runs[0]), runs[0].notes
+            page = rebuild_report(runs[0])
+            notes = runs[0].notes
         else:
             comparison = compare_runs(runs, config.run.directory)
-            page, notes = comparison.report_file, comparison.notes
+            page = comparison.report_file
+            notes = comparison.notes
     write("\n".join([*notes, f"see {page}"]))
     return int(ExitCode.DONE)
 

@@ -146,7 +146,8 @@ def check_trains(directory: RunDirectory) -> Beat | None:
     Raises:
         ValueError: Its last step is done, and no process holds it: it would never answer.
     """
-    summary, beat = directory.summary() or {}, last_beat(directory.path)
+    summary = directory.summary() or {}
+    beat = last_beat(directory.path)
     if summary.get("status") == "done" and beat is None:
         raise ValueError(
             f"run.directory={directory.path} has ended at step {summary.get('steps')}: there is"
@@ -174,11 +175,14 @@ def wait_for_answer(
     Raises:
         RunEndedError: The run has trained since, and has ended without an answer.
     """
-    until, is_compiling = time.monotonic() + seconds, False
-    has_trained, heard = beat is not None, time.monotonic()
+    until = time.monotonic() + seconds
+    is_compiling = False
+    has_trained = beat is not None
+    heard = time.monotonic()
     while True:
         if (now := last_beat(directory.path)) != beat:
-            beat, heard = now, time.monotonic()
+            beat = now
+            heard = time.monotonic()
             has_trained = has_trained or beat is not None
         # Read after the sign of life: the last thing that a run does may be to answer.
         events = [event for event in read_resizes(directory) if event["name"] == name]

@@ -219,7 +219,8 @@ async def _serve(
 ) -> None:
     """Answer until a signal has drained the server."""
     server = make_server(endpoint)
-    loop, drains = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+    loop = asyncio.get_running_loop()
+    drains = list[asyncio.Task[None]]()
     tell_accept_errors(loop)
 
     async def drain() -> None:

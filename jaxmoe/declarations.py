@@ -166,7 +166,8 @@ class Declared(nn.meta.AxisMetadata[Any]):
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Declared:
         """Return the inverse of `add_axis`."""
         del params
-        axes, shape = list(self.declaration.axes), list(self.declaration.shape)
+        axes = list(self.declaration.axes)
+        shape = list(self.declaration.shape)
         del axes[index], shape[index]
         single = dataclasses.replace(self.declaration, axes=tuple(axes), shape=tuple(shape))
         return dataclasses.replace(self, declaration=single)

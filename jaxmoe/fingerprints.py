@@ -86,7 +86,8 @@ def begin_fingerprints(tree: Any) -> Callable[[], dict[str, str]]:
 
 def _join(by_path: Mapping[str, Sequence[ShardFingerprint]]) -> dict[str, str]:
     """Return the fingerprints of whole arrays; raise if replicas differ."""
-    found, odd = {}, {}
+    found = {}
+    odd = {}
     for path, shards in by_path.items():
         if devices := _odd_ones(shards):
             odd[path] = devices
@@ -307,7 +308,8 @@ def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[A
     bits = _bits(shard)
     terms = tuple(bits * (_mix(index + jnp.uint32(s)) | 1) for s in _SEEDS)
     # One reduction for both sums: XLA vectorises it; two reductions take 40 times as long on a CPU.
-    zeros, every = (jnp.uint32(0),) * len(terms), tuple(range(shard.ndim))
+    zeros = (jnp.uint32(0),) * len(terms)
+    every = tuple(range(shard.ndim))
     return jnp.stack(
         jax.lax.reduce(terms, zeros, lambda left, right: tuple(map(jnp.add, left, right)), every)
     )

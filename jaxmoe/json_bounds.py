@@ -181,7 +181,8 @@ def parse_json(text: str, *, max_values: int = MAX_JSON_VALUES) -> Any:
     depth = values = 0
     for match in _TOKENS.finditer(text):
         if match[0] in "[{":
-            values, depth = values + 1, depth + 1
+            values = values + 1
+            depth = depth + 1
             if depth > MAX_JSON_DEPTH or values > max_values:
                 raise ValueError(
                     f"more than {max_values} objects and lists, or nested deeper than"

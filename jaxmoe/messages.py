@@ -40,7 +40,8 @@ class Progress:
     """
 
     def __init__(self, first: float = 1.5, every: float = 10.0):
-        self._due, self._every = time.monotonic() + first, every
+        self._due = time.monotonic() + first
+        self._every = every
 
     def at(self, text: str, *numbers: float) -> None:
         """Log a message if one is due.
@@ -75,7 +76,8 @@ def shown() -> Iterator[None]:
     handler = PrintHandler()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    propagated, logger.propagate = logger.propagate, False
+    propagated = logger.propagate
+    logger.propagate = False
     try:
         yield
     finally:

@@ -112,7 +112,8 @@ class ParameterSpec:
             is_whole: Whether one device holds the value. It is then drawn flat, which compiles
                 several times as fast; a value that is cut must be drawn in its shape.
         """
-        key, dtype = fold_path(key, self.drawn_as or self.path), self.stored_dtype(dtype)
+        key = fold_path(key, self.drawn_as or self.path)
+        dtype = self.stored_dtype(dtype)
         if self.declaration.init != "normal":
             return self.declaration.own_values(key).astype(dtype)
         # The numbers of this generator are counted along the flat array.
@@ -246,7 +247,9 @@ def _axes(row: ParameterSpec) -> str:
 
 
 def _values(row: ParameterSpec) -> tuple[str, ...]:
-    declaration, hyper, initial = row.declaration, row.hyper, row.declaration.init
+    declaration = row.declaration
+    hyper = row.hyper
+    initial = row.declaration.init
     if isinstance(initial, tuple):
         initial = "given"
     elif initial == "normal":

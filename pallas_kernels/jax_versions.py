@@ -169,7 +169,8 @@ class _DelayedService:
     """A coordination service that waits before it ends."""
 
     def __init__(self, service: Any, seconds: float):
-        self._service, self._seconds = service, seconds
+        self._service = service
+        self._seconds = seconds
 
     def shutdown(self) -> None:
         time.sleep(self._seconds)

@@ -177,7 +177,9 @@ def _quantize(scale: int) -> Case:
 
 def _pages(scale: int) -> Case:
     """Two singles and two pieces over pages in any order; what no query sees is large."""
-    size, width, length = 16, 4 * scale, 24
+    size = 16
+    width = 4 * scale
+    length = 24
     ends = np.asarray([1, 60 * scale, 64 * scale, 17])
     shape = (2, 4 * width, size, 2, 2, 128)
     rng = np.random.default_rng(10)
@@ -255,7 +257,8 @@ def compare(
     """
     case = next(iter(CASES[name])) if case is None else case
     verdict = Verdict(operation=name, implementation=implementation, case=case, error=None)
-    worst, worst_part = 0.0, "the value"
+    worst = 0.0
+    worst_part = "the value"
     for scale in scales:
         prepared = _case(name, case, scale)
         try:
@@ -267,7 +270,8 @@ def compare(
         for part, value in actual.items():
             error = _difference(value, expected[part])
             if not error <= worst:  # NaN is the worst
-                worst, worst_part = error, part
+                worst = error
+                worst_part = part
     error = worst if np.isfinite(worst) else float("inf")
     return dataclasses.replace(verdict, error=error, words=worst_part)
 
@@ -292,7 +296,8 @@ def prove(
         A verdict for each case and kernel that None chooses for it, until all that it chooses are
         right.
     """
-    saved, scales = _read(directory), tuple(scales)
+    saved = _read(directory)
+    scales = tuple(scales)
     cases = [
         (name, case, _case(name, case, 1).arguments)
         for name in names

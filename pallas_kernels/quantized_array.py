@@ -165,7 +165,8 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> Float[Array, "...
         x: Quantised array.
         dtype: Dtype of the result; products with scales are taken in float32.
     """
-    values, scales = x.values.astype(jnp.float32), x.scales.astype(jnp.float32)
+    values = x.values.astype(jnp.float32)
+    scales = x.scales.astype(jnp.float32)
     if x.axis is None or x.num_blocks == 1:
         return (values * scales).astype(dtype)
     parts = _in_blocks(values, x.axis, x.num_blocks)

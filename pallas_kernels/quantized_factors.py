@@ -72,7 +72,9 @@ def largest_sum(x: Any, w: Any) -> int | None:
 
 def _check_scales(operation: str, name: str, x: QuantizedArray) -> None:
     """Raise if scales do not fit, as in arrays that `quantize` has not made."""
-    form, values, scales = x.dtype_name, x.values.shape, x.scales.shape
+    form = x.dtype_name
+    values = x.values.shape
+    scales = x.scales.shape
     if len(scales) != len(values):
         is_fitting = False
     elif x.axis is None:

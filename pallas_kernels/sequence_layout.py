@@ -97,7 +97,8 @@ def lay_out(
         order: Result of `sequence_order`, or its inverse.
         axis: Axis of the tokens.
     """
-    x, order = jnp.asarray(x), jnp.asarray(order)
+    x = jnp.asarray(x)
+    order = jnp.asarray(order)
     if order.ndim == 1:
         return jnp.take(x, order, axis=axis)
     shape = [1] * x.ndim
@@ -113,16 +114,20 @@ def padded_length(length: int, ranks: int, layout: SequenceLayout = "zigzag") ->
 
 def _by_document(segment_ids: Any, ranks: int, xp: Any) -> Any:
     """Return the order [S] of one row of segment ids [S]; see the module docstring."""
-    pieces, index = 2 * ranks, xp.arange(len(segment_ids), dtype=np.int32)
+    pieces = 2 * ranks
+    index = xp.arange(len(segment_ids), dtype=np.int32)
     in_documents = xp.argsort(segment_ids, stable=True).astype(np.int32)
     ids = segment_ids[in_documents]
     start = xp.searchsorted(ids, ids, side="left").astype(np.int32)
     length = xp.searchsorted(ids, ids, side="right").astype(np.int32) - start
     # Pieces first, first + 1, ... (modulo their number) are the longer ones.
-    width, longer, first = length // pieces, length % pieces, start % pieces
+    width = length // pieces
+    longer = length % pieces
+    first = start % pieces
     at_end = xp.minimum(longer, pieces - first)
     at_begin = longer - at_end
-    place, piece = index - start, xp.zeros_like(index)
+    place = index - start
+    piece = xp.zeros_like(index)
     for c in range(1, pieces):
         begins = c * width + xp.minimum(c, at_begin) + xp.clip(c - first, 0, at_end)
         piece = piece + (place >= begins).astype(np.int32)

@@ -326,7 +326,8 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
 
     def product(subscripts: str, lhs: Array, y: Array, dtype: Any) -> Array:
         wide = lhs.dtype if lhs.dtype == y.dtype else jnp.float32
-        lhs, y = lhs.astype(wide), y.astype(wide)
+        lhs = lhs.astype(wide)
+        y = y.astype(wide)
         return jnp.einsum(subscripts, lhs, y, preferred_element_type=dtype)
 
     @jax.custom_vjp

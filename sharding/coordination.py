@@ -58,7 +58,8 @@ def first_text(name: str, text: str, seconds: float) -> str:
     """
     if jax.process_count() == 1:
         return text
-    client, path = coordination_client(), _path("first", name)
+    client = coordination_client()
+    path = _path("first", name)
     if jax.process_index() == 0:
         client.key_value_set(path, text)
         return text

@@ -270,7 +270,8 @@ def on_first(action: Callable[[], Result], failure: str) -> Result | None:
         ValueError: The action has raised it; raised on all processes, so that none waits for one
             that has ended.
     """
-    result, problem = None, None
+    result = None
+    problem = None
     if jax.process_index() == 0:
         try:
             result = action()

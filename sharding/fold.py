@@ -125,7 +125,8 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
                 f" refinement: {high} devices do not divide into groups of {low}; choose sizes of"
                 " which each product divides the next, such as powers of two"
             )
-    dense, starts = [], {}
+    dense = []
+    starts = {}
     for axis in _DENSE:
         low, high = ends[axis]
         cuts_inside = [cut for cut in cuts if low <= cut <= high]

@@ -143,7 +143,8 @@ class LogicalAxisRules:
 
     def staged(self) -> LogicalAxisRules:
         """Return the same layout with layers and vocabulary split over pipeline stages."""
-        vocab, predicted = self.mesh_axes(ax.VOCAB), self.mesh_axes(ax.ACT_VOCAB)
+        vocab = self.mesh_axes(ax.VOCAB)
+        predicted = self.mesh_axes(ax.ACT_VOCAB)
         return self.replace(
             layers=(ax.STAGE,), vocab=(ax.STAGE, *vocab), act_vocab=(ax.STAGE, *predicted)
         )

@@ -163,7 +163,8 @@ def changes(
     cut = set(before.split_axes())
     collectives = []
     for axis in order:
-        start, end = before.state(axis), after.state(axis)
+        start = before.state(axis)
+        end = after.state(axis)
         if start == end or mesh[axis] == 1:
             continue
         local_size = Fraction(size)

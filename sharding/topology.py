@@ -55,7 +55,8 @@ def device_array(
     Raises:
         ValueError: Slices differ in size, or their number does not divide the slice axis.
     """
-    names, shape = tuple(sizes), tuple(sizes.values())
+    names = tuple(sizes)
+    shape = tuple(sizes.values())
     by_slice = collections.Counter(_slice(device) for device in devices)
     if len(by_slice) == 1:
         array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

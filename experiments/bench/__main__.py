@@ -126,7 +126,8 @@ def main(argv: Sequence[str]) -> int:
     bench = BENCHES[name]
     with cli.exit_on_bad_configuration():
         start_process(needs_devices=bench.holds_devices)
-    directory, load = RunDirectory(config.run.directory or f"runs/bench/{name}"), OtherLoad()
+    directory = RunDirectory(config.run.directory or f"runs/bench/{name}")
+    load = OtherLoad()
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()
         say(f"bench {name}: {(bench.recipe.__doc__ or '').strip()}\ncompiling and measuring ...")

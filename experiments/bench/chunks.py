@@ -151,8 +151,10 @@ def _operations(
     config: ChunkBenchConfig, mesh: Mesh, tokens: int
 ) -> dict[str, Callable[[], float]]:
     """Return each operation alone, on so many tokens of each device."""
-    devices, tensor = mesh.shape[ax.EXPERT], mesh.shape[ax.TENSOR]
-    shared, width = tokens * tensor, config.width
+    devices = mesh.shape[ax.EXPERT]
+    tensor = mesh.shape[ax.TENSOR]
+    shared = tokens * tensor
+    width = config.width
     expert_ids = _even_ids(config, devices * shared)
 
     def send(x: Array, expert_ids: Array) -> Array:
@@ -195,7 +197,8 @@ def _operations(
 
 def _layer(config: ChunkBenchConfig, mesh: Mesh, number: int) -> Callable[[], float]:
     """Send all tokens to their experts and back, in so many chunks."""
-    tokens, top_k = config.tokens * mesh.size, config.top_k
+    tokens = config.tokens * mesh.size
+    top_k = config.top_k
     dispatcher = AllToAllConfig(transport=config.transport, num_chunks=number)
 
     def layer(x: Array, expert_ids: Array, weights: dict[str, Array]) -> Array:
@@ -215,7 +218,8 @@ def _layer(config: ChunkBenchConfig, mesh: Mesh, number: int) -> Callable[[], fl
             axes=AXES,
         )[0]
 
-    x, specs = jnp.ones((tokens, config.width), config.dtype), (TOKENS, TOKENS, WEIGHTS)
+    x = jnp.ones((tokens, config.width), config.dtype)
+    specs = (TOKENS, TOKENS, WEIGHTS)
     return _run(mesh, layer, specs, TOKENS, x, _even_ids(config, tokens), _weights(config))
 
 
@@ -226,7 +230,9 @@ def _even_ids(config: ChunkBenchConfig, tokens: int) -> Array:
 
 
 def _weights(config: ChunkBenchConfig) -> dict[str, Array]:
-    number, width, hidden = config.num_experts, config.width, config.expert_dim
+    number = config.num_experts
+    width = config.width
+    hidden = config.expert_dim
     shapes = {"gate_up": (number, width, 2, hidden), "down": (number, hidden, width)}
     return {name: jnp.full(shape, 0.01, config.dtype) for name, shape in shapes.items()}
 

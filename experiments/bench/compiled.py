@@ -97,7 +97,8 @@ def bench_compiled(config: CompiledBenchConfig) -> dict[str, Any]:
 
 
 def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
-    number, python = topology.num_devices, config.python or sys.executable
+    number = topology.num_devices
+    python = config.python or sys.executable
     run = RECIPES[config.recipe]()
     execution = dataclasses.replace(run.execution, mesh=MeshConfig(data=number))
     training = dataclasses.replace(
@@ -112,7 +113,8 @@ def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
 
 
 def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
-    run, python = RECIPES[config.recipe](), config.peer_python or sys.executable
+    run = RECIPES[config.recipe]()
+    python = config.peer_python or sys.executable
     # MaxText counts the cores of a v5p, two on a chip.
     cores = topology.num_devices * (2 if topology.kind in ("v4", "v5p") else 1)
     settings = {

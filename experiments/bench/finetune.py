@@ -111,7 +111,8 @@ def in_words(summary: dict[str, Any]) -> str:
 
 def _write_files(config: FinetuneBenchConfig, place: str) -> None:
     """Write the model and an adapter with random factors, B included."""
-    params, rng = init_params(config.model, jax.random.key(0)), np.random.default_rng(0)
+    params = init_params(config.model, jax.random.key(0))
+    rng = np.random.default_rng(0)
     to_huggingface(
         config.model,
         params,
@@ -119,7 +120,8 @@ def _write_files(config: FinetuneBenchConfig, place: str) -> None:
         family="olmoe",
         max_length=config.sequence_length,
     )
-    model, factors = dataclasses.replace(config.model, adapter=config.adapter), {}
+    model = dataclasses.replace(config.model, adapter=config.adapter)
+    factors = {}
     for row in parameter_table(model):
         if row.path.endswith((":down", ":up")):
             std = _B_STD if row.path.endswith(":up") else row.declaration.fan(0) ** -0.5

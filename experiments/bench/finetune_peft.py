@@ -17,7 +17,8 @@ class PeftSide:
 
     def __init__(self, settings: dict[str, Any]):
         self._torch = require("torch", "hf")
-        transformers, peft = require("transformers", "hf"), require("peft", "hf")
+        transformers = require("transformers", "hf")
+        peft = require("peft", "hf")
         base = transformers.AutoModelForCausalLM.from_pretrained(
             settings["model"],
             dtype=self._torch.float32,
@@ -37,7 +38,8 @@ class PeftSide:
 
     def step(self, number: int) -> tuple[float, float]:
         """Return seconds and cross-entropy of one step."""
-        torch, batch = self._torch, self._data.batch(number)
+        torch = self._torch
+        batch = self._data.batch(number)
         tokens, targets = (torch.from_numpy(x).long() for x in (batch.tokens, batch.targets))
         started = time.perf_counter()
         output = self._model(input_ids=tokens, labels=targets, shift_labels=targets)

@@ -109,12 +109,15 @@ def in_words(summary: dict[str, Any]) -> str:
 
 def _group(config: KernelBenchConfig) -> Iterator[dict[str, Any]]:
     """Yield both grouped operations under every load, beside the dense product of as many rows."""
-    width, hidden, groups = config.width, config.hidden, config.groups
+    width = config.width
+    hidden = config.hidden
+    groups = config.groups
     keys = jax.random.split(jax.random.key(0), 3)
     rows = jax.random.normal(keys[0], (config.rows, width))
     gate_up = 0.1 * jax.random.normal(keys[1], (groups, width, 2, hidden))
     down = 0.1 * jax.random.normal(keys[2], (groups, hidden, width))
-    weights, implementation = gate_up[:, :, 0], config.implementation
+    weights = gate_up[:, :, 0]
+    implementation = config.implementation
 
     def dense_swiglu(rows: Any, gate_up: Any, down: Any) -> Any:
         joined = rows @ gate_up[0].reshape(width, 2 * hidden)

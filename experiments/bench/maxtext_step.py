@@ -28,14 +28,16 @@ from jaxmoe.planning.compile_ahead import CompiledProgram, DoesNotFit
 def main(argv: Sequence[str]) -> int:
     """Do one job and return the exit code."""
     file = pathlib.Path(argv[0])
-    phase, answer = pathlib.Path(f"{file}.phase"), pathlib.Path(f"{file}.result")
+    phase = pathlib.Path(f"{file}.phase")
+    answer = pathlib.Path(f"{file}.result")
     job = json.loads(file.read_text(encoding="utf-8"))
     phase.write_text("importing MaxText")
     train_compile: Any = importlib.import_module("maxtext.trainers.pre_train.train_compile")
     if refusal := _refusal(train_compile, job):
         answer.write_text(json.dumps({"refused": refusal}), encoding="utf-8")
         return 0
-    compile_step, compiled_steps = train_compile.jit_and_compile, list[Any]()
+    compile_step = train_compile.jit_and_compile
+    compiled_steps = list[Any]()
 
     def keeping(function: Any, inputs: Any, keywords: Any, mesh: Any, *more: Any) -> Any:
         started = time.perf_counter()

@@ -49,7 +49,8 @@ class OtherLoad:
 
     def share(self) -> float | None:
         """Return the share of all processors that others used; None where it is not known."""
-        seconds, now = time.monotonic() - self._since, self._times()
+        seconds = time.monotonic() - self._since
+        now = self._times()
         if self._start is None or now is None or not seconds:
             return None
         processors = os.cpu_count() or 1
@@ -140,7 +141,8 @@ def matmul_rate(dtype: Any = jnp.float32, shapes: Sequence[tuple[int, int, int]]
     if jnp.dtype(dtype).itemsize == 1:
         sums = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
     for m, k, n in shapes or ((2048, 2048, 2048), (4096, 256, 1024), (8192, 512, 512)):
-        x, y = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
+        x = jnp.ones((m, k), dtype)
+        y = jnp.ones((k, n), dtype)
         run = timed(lambda x, y: jnp.matmul(x, y, preferred_element_type=sums), x, y)
         timing = in_turns({"": run}, rounds=8)[""]
         best = max(best, 2.0 * m * k * n / timing.best)

@@ -74,8 +74,10 @@ class Peer:
 
     def step(self, dtype: str) -> tuple[float, float]:
         """Return seconds and cross-entropy of one step."""
-        torch, training = self._torch, self._training(dtype)
-        model, optimizer = training.model, training.optimizer
+        torch = self._torch
+        training = self._training(dtype)
+        model = training.model
+        optimizer = training.optimizer
         batch = training.data.batch(next(training.steps))
         tokens, targets = (torch.from_numpy(x).long() for x in (batch.tokens, batch.targets))
         started = time.perf_counter()

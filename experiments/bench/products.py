@@ -77,7 +77,8 @@ def published() -> tuple[ProductSizes, ...]:
     cases = []
     for name, model in models.items():
         assert model.moe is not None
-        hidden, groups = 2 * model.moe.expert_dim, model.moe.num_experts
+        hidden = 2 * model.moe.expert_dim
+        groups = model.moe.num_experts
         rows = ((1, 8, 32), (8192,), 131072)
         cases.append(ProductSizes(name, model.embed_dim, hidden, groups, *rows, 16, "bfloat16"))
     return tuple(cases)
@@ -202,7 +203,8 @@ def _quantised(
     rounds: int,
     implementation_asked: Implementation | None,
 ) -> Iterator[dict[str, Any]]:
-    k, n = sizes.width, sizes.hidden
+    k = sizes.width
+    n = sizes.hidden
     for m in (*sizes.few, *sizes.many):
         keys = jax.random.split(jax.random.key(m), 1 + sizes.repeats)
         x = jax.random.normal(keys[0], (m, k)).astype(sizes.dtype)
@@ -244,7 +246,10 @@ def _group(
     rounds: int,
     implementation_asked: Implementation | None,
 ) -> Iterator[dict[str, Any]]:
-    r, k, n, g = sizes.grouped, sizes.width, sizes.hidden, sizes.groups
+    r = sizes.grouped
+    k = sizes.width
+    n = sizes.hidden
+    g = sizes.groups
     keys = jax.random.split(jax.random.key(0), 3)
     rows = jax.random.normal(keys[0], (r, k)).astype(sizes.dtype)
     weights = (jax.random.normal(keys[1], (g, k, n)) / 32).astype(sizes.dtype)
@@ -359,7 +364,8 @@ def _time_call(function: Callable[..., Any], *arguments: Any) -> Callable[[], fl
 
 def _mix(x: Any, matrices: list[Any]) -> list[Any]:
     """Return weights with an eighth of the channels in 8 bits."""
-    sample, size = x.astype(jnp.float32), min(128, x.shape[1])
+    sample = x.astype(jnp.float32)
+    size = min(128, x.shape[1])
     wide = max(1, x.shape[1] // size // 8)
     return [quantize_mixed(w, sample, block_size=size, num_wide=wide) for w in matrices]
 

@@ -83,10 +83,8 @@ def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
         gate=RenormalizedGateConfig(),
         balancers=(),
     )
-    forward, with_backward = (
-        {PLAIN: _compile_programs(config, plain, False)},
-        {PLAIN: _compile_programs(config, plain, True)},
-    )
+    forward = {PLAIN: _compile_programs(config, plain, False)}
+    with_backward = {PLAIN: _compile_programs(config, plain, True)}
     refused = {}
     for name in config.methods or METHODS:
         try:
@@ -151,7 +149,8 @@ def _compile_programs(
     """Return a compiled run of one method, which returns its seconds."""
     router = moe.router.build(num_experts=moe.num_routed, top_k=moe.top_k, embed_dim=config.width)
     params, state = router.init(jax.random.key(0))
-    key, inputs = jax.random.key(1), _inputs(config, moe)
+    key = jax.random.key(1)
+    inputs = _inputs(config, moe)
 
     def value(params: Any, x: Array, state: Any, inputs: RouterInputs, key: Array) -> Any:
         inputs = dataclasses.replace(inputs, x=x)
@@ -198,7 +197,8 @@ def _inputs(config: RouterBenchConfig, moe: MoEConfig) -> RouterInputs:
 
 def _losses(moe: MoEConfig, output: Any, inputs: RouterInputs) -> list[Array]:
     """Return the losses of the balancers that use statistics, for one layer."""
-    extra, balancers = output.statistics.extra, of_statistics(moe.balancers)
+    extra = output.statistics.extra
+    balancers = of_statistics(moe.balancers)
     for balancer in balancers:
         extra = extra | balancer.observe(output, inputs)
     statistics = dataclasses.replace(output.statistics, extra=extra)

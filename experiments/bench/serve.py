@@ -80,7 +80,8 @@ def work_of(settings: dict[str, Any], number: int) -> ServedWork:
         settings: What a side is given.
         number: Number of the turn.
     """
-    rng, longest = np.random.default_rng(number), settings["prompt_length"]
+    rng = np.random.default_rng(number)
+    longest = settings["prompt_length"]
     sizes = rng.integers(longest // 8, longest + 1, settings["requests"])
     answers = rng.integers(
         settings["answer_length"] // 8, settings["answer_length"] + 1, len(sizes)

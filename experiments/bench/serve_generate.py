@@ -22,11 +22,13 @@ class GenerateSide:
 
     def __init__(self, settings: dict[str, Any]):
         self._model, self._params = from_huggingface(settings["model"])
-        self._given, self.facts = settings, {}
+        self._given = settings
+        self.facts = {}
 
     def step(self, number: int) -> tuple[float, list[list[int]]]:
         """Return the seconds of a turn, and its answers."""
-        work, settings = work_of(self._given, number), self._given
+        work = work_of(self._given, number)
+        settings = self._given
         # A prompt of the longest length gives all turns the same shapes and programs.
         filler = [1] * settings["prompt_length"]
         prompts = [np.asarray(prompt, np.int32) for prompt in (*work.prompts, filler)]

@@ -18,7 +18,8 @@ class TransformersSide:
     """One manager of continuous batching that answers all turns."""
 
     def __init__(self, settings: dict[str, Any]):
-        torch, transformers = require("torch", "hf"), require("transformers", "hf")
+        torch = require("torch", "hf")
+        transformers = require("transformers", "hf")
         model = transformers.AutoModelForCausalLM.from_pretrained(
             settings["model"], dtype=torch.float32, experts_implementation="grouped_mm"
         ).eval()
@@ -44,7 +45,8 @@ class TransformersSide:
 
     def step(self, number: int) -> tuple[float, list[list[int]]]:
         """Return the seconds of a turn, and its answers."""
-        work, manager = work_of(self._given, number), self._manager
+        work = work_of(self._given, number)
+        manager = self._manager
         started = time.perf_counter()
         names = [
             manager.add_request(prompt, max_new_tokens=length)

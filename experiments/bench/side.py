@@ -51,7 +51,8 @@ class SideProcess:
     """
 
     def __init__(self, module: str, settings: dict[str, Any], *, python: str | None, needs: str):
-        self._module, self._needs = module, needs
+        self._module = module
+        self._needs = needs
         self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
         self._process = subprocess.Popen(
             [python or sys.executable, "-m", module],
@@ -77,7 +78,8 @@ class SideProcess:
         self._complaints.close()
 
     def _ask(self, line: str) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin = self._process.stdin
+        stdout = self._process.stdout
         assert stdin is not None and stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, as the empty answer tells
             stdin.write(line + "\n")

@@ -106,7 +106,8 @@ class StepBenchConfig:
 
 def bench_step(config: StepBenchConfig) -> dict[str, Any]:
     """Measure, and return the numbers of summary.json."""
-    model, moe = config.model, config.model.moe
+    model = config.model
+    moe = config.model.moe
     assert moe is not None
     tokens = config.batch_size * config.sequence_length
     flops = flops_per_token(model, parameter_table(model), config.sequence_length) * tokens
@@ -315,10 +316,15 @@ def _parts(
     config: StepBenchConfig, ours: _OurStep, *, flops_rate: float
 ) -> dict[str, dict[str, float | None]]:
     """Return attention, experts and optimiser of all layers, each measured alone."""
-    model, execution, moe, state = config.model, ours.execution, config.model.moe, ours.state
+    model = config.model
+    execution = ours.execution
+    moe = config.model.moe
+    state = ours.state
     assert moe is not None
-    batch, length = config.batch_size, config.sequence_length
-    tokens, layers = batch * length, model.num_layers
+    batch = config.batch_size
+    length = config.sequence_length
+    tokens = batch * length
+    layers = model.num_layers
     stack = next(iter(model.stacks))
     layer = jax.tree.map(lambda leaf: leaf[0], state.params[stack.path])
     x = jax.random.normal(jax.random.key(1), (batch, length, model.embed_dim))

@@ -102,7 +102,8 @@ def stack_run(
     if saved_config(run.directory).execution.precision.weights == STACKED:
         return _cut(run, limit, options, target)
     assembly, state, step = load_run(run.directory, run.step, run.mesh)
-    rows, floor = stacked_rows(assembly.plan.table), _floor(assembly)
+    rows = stacked_rows(assembly.plan.table)
+    floor = _floor(assembly)
     sizes = {
         (path, layer): block_bytes(stacked_shape(row), options.rank)
         for path, row in rows.items()
@@ -159,7 +160,8 @@ def _cut(
     assembly, state, step = load_run(
         run.directory, run.step, run.mesh, needs_data=False, keeps_blocks=True
     )
-    table, host_params = assembly.plan.table, jax.device_get(state.params)
+    table = assembly.plan.table
+    host_params = jax.device_get(state.params)
     floor = _floor(assembly)
     _check_budget(run.directory, limit, floor)
     if (have := stored_bytes(host_params)) <= limit:
@@ -195,7 +197,8 @@ def _written(
     run_config = saved_config(run.directory)
     precision = dataclasses.replace(run_config.execution.precision, weights=STACKED)
     execution = dataclasses.replace(run_config.execution, precision=precision)
-    before, after = stored_bytes(state.params), stored_bytes(params)
+    before = stored_bytes(state.params)
+    after = stored_bytes(params)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     uncut = {
@@ -232,7 +235,8 @@ def _in_blocks(
 
 def _floor(assembly: Assembly) -> int:
     """Return the bytes of a run without any block: floating parameters, and float32 scales."""
-    table, dtype = assembly.plan.table, assembly.execution.precision.parameter_dtype
+    table = assembly.plan.table
+    dtype = assembly.execution.precision.parameter_dtype
     rows = stacked_rows(table)
     scales = sum(math.prod(stacked_shape(row)[:-1]) for row in rows.values())
     return 4 * scales + dtype.itemsize * sum(row.size for row in table if row.path not in rows)

@@ -65,7 +65,8 @@ def split_into_blocks(
     """
     squares = measure_activations(assembly, state, batches, statistic="squares", field=_FIELD)
     flat = traverse_util.flatten_dict(jax.device_get(state.params), sep="/")
-    scales, of_layers = dict[str, Any](), dict[Owner, Blocks]()
+    scales = dict[str, Any]()
+    of_layers = dict[Owner, Blocks]()
     for path, row in rows.items():
         shape = stacked_shape(row)
         scales[path] = scales_of(squares[path]).astype(np.float32)
@@ -125,7 +126,8 @@ def _order(
     current = flat | {path: jnp.zeros_like(flat[path]) for path in rows}
     order = list[Owner]()
     for level in range(count):
-        new, losses = dict(current), dict[Owner, float]()
+        new = dict(current)
+        losses = dict[Owner, float]()
         for path, layer in stacks:
             stack = stacks[path, layer]
             if level:

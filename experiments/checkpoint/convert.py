@@ -150,7 +150,8 @@ def convert(config: ConvertConfig) -> str:
         ValueError: No format is given, the run is missing or already converted, weights are not
             finite, or the target exists.
     """
-    form, source = config.quantise, config.run.directory
+    form = config.quantise
+    source = config.run.directory
     modes = [name for name in _MODES if getattr(config, name) is not None]
     if not modes:
         raise ValueError(
@@ -226,7 +227,8 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
         source, config.run.step, config.run.mesh, needs_data=needs_data
     )
     params, rounded = _quantise(assembly, state, form, config.mixed)
-    before, after = stored_bytes(state.params), stored_bytes(params)
+    before = stored_bytes(state.params)
+    after = stored_bytes(params)
     precision = dataclasses.replace(
         run_config.execution.precision, weights=form, mixed=config.mixed
     )
@@ -281,7 +283,8 @@ def _quantise(
     Raises:
         ValueError: A matrix is not finite, or what w4ax needs does not fit the model or the data.
     """
-    rounded, measured = list[Rounded](), dict[str, Any]()
+    rounded = list[Rounded]()
+    measured = dict[str, Any]()
     if form == MIXED:
         for row in assembly.plan.table:
             if scaled_axis(row) is not None:
@@ -289,7 +292,8 @@ def _quantise(
         measured = measure_activations(assembly, state, mixed.batches)
 
     def one(row: Any, value: Any) -> Any:
-        matrix, largest = jnp.asarray(np.asarray(value)), measured.get(row.path)
+        matrix = jnp.asarray(np.asarray(value))
+        largest = measured.get(row.path)
         new = jax.jit(lambda x, y: quantize_parameter(row, x, form, mixed, y))(matrix, largest)
         if not isinstance(new, QuantizedArray | MixedArray):
             return new

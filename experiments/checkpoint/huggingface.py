@@ -63,7 +63,8 @@ ExportFamily = Literal[
     "jaxmoe",
     "peft",
 ]
-_PARAMS, _FOLDER = "params/", "tokenizer"
+_PARAMS = "params/"
+_FOLDER = "tokenizer"
 _BYTES = 256
 _HOW_TO_NAME = (
     "name its tokenizer with --imported.data.tokenizer:file --imported.data.tokenizer.path, or give"
@@ -147,7 +148,8 @@ def export_run(
     name, why = suggest_family(model) if family == "auto" else (family, "")
     files = tokenizer_files(own_data(config, directory), seed=config.training.seed)
     step, arrays = open_stored(directory.checkpoints_directory, step)
-    params, state = _under(arrays, _PARAMS), _under(arrays, f"{ROUTER_STATE}/")
+    params = _under(arrays, _PARAMS)
+    state = _under(arrays, f"{ROUTER_STATE}/")
     length = export.max_length or length_of(directory, config)
     special = {"eos_token_id": files.separator, "bos_token_id": first_token_of(directory)}
     tensors, generation = imported_generation(directory)
@@ -206,7 +208,8 @@ def import_run(source: str, target: pathlib.Path, options: ImportConfig) -> str:
             " name on the Hugging Face hub, such as allenai/OLMoE-1B-7B-0924"
         )
     model, tensors = open_huggingface(place, nonfinite=options.nonfinite)
-    texts, fields = read_tokenizer_files(place), read_fields(place)
+    texts = read_tokenizer_files(place)
+    fields = read_fields(place)
     generation = read_generation(place)
     config = PretrainConfig(
         run=RunConfig(directory=str(target), name=target.name),
@@ -320,7 +323,8 @@ def _save(
     unfinished: RunDirectory, config: PretrainConfig, assembly: Assembly, tensors: Tensors
 ) -> None:
     """Write the checkpoint layer by layer."""
-    model, execution = assembly.plan.model, assembly.execution
+    model = assembly.plan.model
+    execution = assembly.execution
     dtype = str(jax.numpy.dtype(execution.precision.parameter_dtype))
     state = state_around(model, None, execution, {}, jax.random.key(config.training.seed))
     state = dataclasses.replace(state, router_state={})

@@ -180,7 +180,8 @@ def _base(source: str, name: str | None) -> str:
 
 def _state(assembly: Assembly, base: str, arrays: dict[str, Any]) -> TrainState:
     """Return a state with the factors of an adapter, and the router state of its model."""
-    execution, replicated = assembly.execution, NamedSharding(assembly.mesh, PartitionSpec())
+    execution = assembly.execution
+    replicated = NamedSharding(assembly.mesh, PartitionSpec())
     dtype = jnp.dtype(execution.precision.parameter_dtype)
     params = {
         path: jax.device_put(jnp.asarray(value, dtype), replicated)

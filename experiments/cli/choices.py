@@ -47,7 +47,8 @@ class FieldChoice:
 def find_choices(config: Any, prefix: str = "") -> Iterator[FieldChoice]:
     """Yield the choices of a config and of the values chosen, parents first."""
     for key, hint in field_types(type(config)).items():
-        value, path = getattr(config, key), prefix + key
+        value = getattr(config, key)
+        path = prefix + key
         options = alternatives(hint)
         items = next((get_args(o)[0] for o in options if get_origin(o) is tuple), None)
         members = _members(hint if items is None else items)
@@ -73,7 +74,8 @@ def nested_configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a config and the configs in its fields and tuples, each after its dotted path."""
     yield path, config
     for key in field_types(type(config)):
-        value, below = getattr(config, key), f"{path}.{key}" if path else key
+        value = getattr(config, key)
+        below = f"{path}.{key}" if path else key
         items = enumerate(value) if isinstance(value, tuple) else ()
         for name, item in [(below, value), *((f"{below}.{index}", item) for index, item in items)]:
             if dataclasses.is_dataclass(item):
@@ -122,7 +124,8 @@ def choose(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]]
     Raises:
         ValueError: A name is unknown, or a flag belongs to a member that is not chosen.
     """
-    remaining, choices = list(arguments), {}
+    remaining = list(arguments)
+    choices = {}
     for word in arguments:
         spelled = word.partition("=")[0] if word.startswith("--") else word
         choices[_field(spelled.partition(":")[0].removeprefix("--"))] = spelled
@@ -173,7 +176,8 @@ def known_spelling(word: str, names: Mapping[str, Any]) -> str:
 
 def _take_items(choice: FieldChoice, arguments: list[str]) -> tuple[list[str] | None, list[str]]:
     """Return the names after the last `--dotted.tuple`, None without one, and the other words."""
-    chosen, remaining = None, []
+    chosen = None
+    remaining = []
     while arguments:
         word, *arguments = arguments
         if not word.startswith("--") or _field(word[2:]) != choice.path:
@@ -191,7 +195,8 @@ def _take_member(choice: FieldChoice, arguments: list[str]) -> tuple[str | None,
 
     The name is None without one. Both `dotted.field:NAME` and `--dotted.field NAME` are read.
     """
-    chosen, remaining = None, []
+    chosen = None
+    remaining = []
     while arguments:
         word, *arguments = arguments
         path, colon, name = word.partition(":")

@@ -86,7 +86,8 @@ def _branch(config: PretrainConfig, path: str) -> PretrainConfig:
 
 def _check_branch(config: PretrainConfig, path: str, prog: str) -> None:
     """Refuse a branch that has no directory of its own."""
-    name, directory = config.run.name, config.run.directory
+    name = config.run.name
+    directory = config.run.directory
     if name is None and directory is None:
         raise ValueError(
             f"a branch is a new run: give it a name, {prog} branch {path} --run.name NAME, or a"

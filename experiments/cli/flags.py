@@ -49,7 +49,8 @@ Config = TypeVar("Config")
 
 logger = logging.getLogger(__name__)
 
-_SIDES, _RULE = " \u2502", "-\u2500\u2570\u256f"
+_SIDES = " \u2502"
+_RULE = "-\u2500\u2570\u256f"
 
 
 def parse(
@@ -73,7 +74,8 @@ def parse(
         The name of the recipe and the config. Exits with 0 after `--help` and with 2, after one
         screen on stderr, for anything that is not understood.
     """
-    arguments, recipe = list(argv), default
+    arguments = list(argv)
+    recipe = default
     if arguments and not arguments[0].startswith("-") and ":" not in arguments[0]:
         recipe = known_spelling(arguments.pop(0), recipes)
         if recipe not in recipes:
@@ -232,7 +234,8 @@ def check_local_paths(config: Any) -> None:
 def _texts(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted path and text of every field that holds one, outside of the data."""
     for field in dataclasses.fields(config):
-        path, value = f"{prefix}{field.name}", getattr(config, field.name)
+        path = f"{prefix}{field.name}"
+        value = getattr(config, field.name)
         if path == _READS:
             continue
         for item in value if isinstance(value, tuple) else (value,):
@@ -419,7 +422,8 @@ def _unknown_flag(name: str, flag_names: Sequence[str], prog: str, recipes: Coll
 
 def _nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the field that a name stands for, or is closest to."""
-    name, candidates = name.replace("-", "_"), list(candidates)
+    name = name.replace("-", "_")
+    candidates = list(candidates)
     meant = _SHORT.get(name, ())
     for path in meant:
         if path in candidates:

@@ -159,11 +159,13 @@ def compare(
 def ragged_exchange() -> Iterator[Finding]:
     """Return whether `ragged_all_to_all` runs here; no path of the library needs it alone."""
     local = jax.local_devices()
-    mesh, n = make_mesh(MeshConfig(data=-1), local), len(local)
+    mesh = make_mesh(MeshConfig(data=-1), local)
+    n = len(local)
 
     def exchange(x: jax.Array) -> jax.Array:
         row = x.reshape(n)
-        ones, places = jnp.ones((n,), jnp.int32), jnp.arange(n, dtype=jnp.int32)
+        ones = jnp.ones((n,), jnp.int32)
+        places = jnp.arange(n, dtype=jnp.int32)
         rank = jnp.full((n,), jax.lax.axis_index(AXIS), jnp.int32)
         return jax.lax.ragged_all_to_all(
             row, jnp.zeros_like(row), places, ones, rank, ones, axis_name=AXIS
@@ -238,7 +240,8 @@ def train_step() -> Iterator[Finding]:
         with jax.set_mesh(assembly.mesh):
             step = make_train_step(plan.model, plan.optimizer, execution=assembly.execution)
             _, metrics = step(assembly.new_state(), assembly.feed.batch(0))
-            loss, is_skipped = float(metrics.loss), bool(metrics.is_skipped)
+            loss = float(metrics.loss)
+            is_skipped = bool(metrics.is_skipped)
     except (RuntimeError, ValueError) as error:
         yield Finding(
             "problem",

@@ -132,7 +132,8 @@ def measure(mesh: Mesh, config: LinksConfig) -> tuple[LinkTable, list[LinkMatrix
             rounds=config.rounds,
             processes=processes if config.pairs == "processes" else None,
         )
-        watch, slow = LinkWatch(), []
+        watch = LinkWatch()
+        slow = []
         matrices[size] = [probe.measure() for _ in range(config.measurements)]
         for matrix in matrices[size]:
             slow += watch.window(matrix)

@@ -112,7 +112,8 @@ def plugin_versions(
         installed: versions of all distributions by name.
         environment: the environment variables.
     """
-    jax, jaxlib = installed.get("jax", "0"), installed.get("jaxlib", "0")
+    jax = installed.get("jax", "0")
+    jaxlib = installed.get("jaxlib", "0")
     if _numbers(jaxlib) > _numbers(jax):
         yield Finding(
             "problem",

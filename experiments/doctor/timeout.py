@@ -33,7 +33,8 @@ def answer_within(seconds: float) -> Iterator[None]:
         os._exit(int(ExitCode.BAD_CONFIGURATION))
 
     timer = threading.Timer(seconds, give_up)
-    timer.name, timer.daemon = "timeout of the doctor", True
+    timer.name = "timeout of the doctor"
+    timer.daemon = True
     timer.start()
     try:
         yield

@@ -149,7 +149,8 @@ def executor_of(assembly: Any, state: Any, scorer: Scorer) -> Callable[[], Execu
         state: Parameters and router state.
         scorer: Scorer of the model, with the sizes.
     """
-    model, mesh = assembly.plan.model, assembly.mesh
+    model = assembly.plan.model
+    mesh = assembly.mesh
     if (reason := why_not_served(model, assembly.execution, mesh)) is not None:
         logger.info("answers are written one after the other: %s", reason)
         return None

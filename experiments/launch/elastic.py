@@ -62,7 +62,10 @@ class ShrinkingPlaces(Places):
         self, number: int, after: int, retry: float, clock: Callable[[], float] = time.monotonic
     ):
         super().__init__(number)
-        self._all, self._after, self._retry, self._clock = list(self.used), after, retry, clock
+        self._all = list(self.used)
+        self._after = after
+        self._retry = retry
+        self._clock = clock
         self._losses = 0
         self._latest: int | None = None
         self._since = 0.0
@@ -97,7 +100,9 @@ class ShrinkingPlaces(Places):
     def _grow(self) -> str:
         if self.lasts > 0.0:
             return ""
-        self.used, self._losses, self._latest = list(self._all), 0, None
+        self.used = list(self._all)
+        self._losses = 0
+        self._latest = None
         return f"all {len(self._all)} processes are tried again"
 
 

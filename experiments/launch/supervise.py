@@ -125,7 +125,8 @@ def supervise(
         is_wanted: Returns whether a restart is of use.
     """
     starts: list[dict[str, Any]] = []
-    restarts, places = 0, config.elastic.build(len(config.here))
+    restarts = 0
+    places = config.elastic.build(len(config.here))
     with memory_directories(config.snapshots, config.here) as memory, LauncherLife() as life:
         while True:
             start = _SupervisedStart(
@@ -143,7 +144,8 @@ def supervise(
             is_final = outcome.code in FINAL or signals.number is not None
             change = "" if is_final else places.lost(outcome.process)
             if is_final and signals.number is None and places.refused(outcome.code):
-                is_final, change = False, f"{len(places.used)} processes are tried"
+                is_final = False
+                change = f"{len(places.used)} processes are tried"
             restarts = 0 if outcome.seconds >= config.steady else restarts
             may_restart = not is_final and restarts < config.max_restarts and is_wanted()
             directory.write_summary(
@@ -181,7 +183,9 @@ class _SupervisedStart:
         is_shown: bool,
         life: LauncherLife,
     ):
-        self._config, self._signals, self._is_shown = config, signals, is_shown
+        self._config = config
+        self._signals = signals
+        self._is_shown = is_shown
         self._began = self._heard = time.monotonic()
         self._readers: list[threading.Thread] = []
         environment = {**os.environ, **environment}
@@ -255,7 +259,8 @@ class _SupervisedStart:
         ):  # the process that failed first may have ended since
             bad = [index for index, code in codes.items() if code and index not in killed]
             first = min(bad, key=lambda index: (consequence(codes[index]), index != first))
-        code, process = codes[first], self._config.here[first]
+        code = codes[first]
+        process = self._config.here[first]
         lost = None if code == ExitCode.PREEMPTED else first
         if code < 0:
             cause = f"process {process} was killed by {_name(-code)}"
@@ -266,7 +271,8 @@ class _SupervisedStart:
 
     def _stop(self, grace: int) -> set[int]:
         """Wait until all have ended, kill those that have not, and return the killed ones."""
-        until, killed = time.monotonic() + grace, set[int]()
+        until = time.monotonic() + grace
+        killed = set[int]()
         for index, process in enumerate(self._running):
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)

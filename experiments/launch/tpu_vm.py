@@ -93,7 +93,8 @@ class TpuVmConfig:
         place = [f"--zone={self.zone}"]
         if self.project is not None:
             place.append(f"--project={self.project}")
-        name, where = job.name, shlex.join(place)
+        name = job.name
+        where = shlex.join(place)
         # JAX reads the addresses of the processes from the metadata of the VM, given their number.
         start = f"JAX_NUM_PROCESSES={self.num_hosts} {job.quoted}"
         remote = " && ".join([f"cd {name}", *_python_check(job.words[0]), start])

@@ -51,7 +51,8 @@ from sharding.mesh import MeshConfig
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog, started = "python -m experiments.plan", time.perf_counter()
+    prog = "python -m experiments.plan"
+    started = time.perf_counter()
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory or f"runs/plan/{config.run.name or recipe}")
     with cli.exit_on_bad_configuration():
@@ -97,7 +98,8 @@ def find(
     Raises:
         ValueError: No mesh of the devices divides the model and the batch.
     """
-    number, mesh = topology.num_devices, config.execution.mesh
+    number = topology.num_devices
+    mesh = config.execution.mesh
     dispatchers = tuple(
         dispatcher for dispatcher in space.dispatchers if dispatcher.name not in without
     )
@@ -131,7 +133,9 @@ def _tries(config: PlanConfig, plan: StepPlan, topology: Topology) -> list[list[
     Stages are tried where the devices span several networks, because a pipeline sends little
     between stages, and where nothing fits without.
     """
-    number, chip, mesh = topology.num_devices, topology.chip, config.execution.mesh
+    number = topology.num_devices
+    chip = topology.chip
+    mesh = config.execution.mesh
     # A form of sequence parallelism lets the search choose seq.
     has_form = config.execution.sequence_parallel.name != "none"
     seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)

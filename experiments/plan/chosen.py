@@ -73,7 +73,8 @@ def _choices(execution: ExecutionConfig, defaults: ExecutionConfig) -> list[str]
 
 def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
     """Return the flags that make batches fit the mesh, where the config's do not."""
-    flags, shards = [], candidate.mesh.batch_shards
+    flags = []
+    shards = candidate.mesh.batch_shards
     if candidate.plan.accumulation != config.training.accumulation:
         flags += ["--training.accumulation", str(candidate.plan.accumulation)]
     if config.held_out_batch_size % shards:
@@ -100,7 +101,8 @@ def plan_summary(
     """
     candidate = found.fitting[0]
     execution = chosen_execution(config, candidate)
-    memory, seconds = candidate.memory, candidate.time
+    memory = candidate.memory
+    seconds = candidate.time
     return {
         "status": "done",
         "mesh": {axis: size for axis, size in candidate.mesh.by_axis.items() if size > 1},

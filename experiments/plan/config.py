@@ -176,7 +176,8 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     if not config.measured_run:
         return topology
     directory = RunDirectory(config.measured_run)
-    run, summary = directory.load_config(PretrainConfig), directory.summary()
+    run = directory.load_config(PretrainConfig)
+    summary = directory.summary()
     if not summary or not summary.get("tokens_per_second"):
         raise ValueError(
             f"measured_run={config.measured_run} has no tokens_per_second in its summary.json: let"

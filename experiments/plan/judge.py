@@ -46,7 +46,9 @@ def judge(
         searching: `find` for given factors.
         defaults: Execution of the recipe, whose flags need not be given.
     """
-    factors, refused, dispatchers = dict[Remat, float](), set[str](), set[str]()
+    factors = dict[Remat, float]()
+    refused = set[str]()
+    dispatchers = set[str]()
     rejected: list[dict[str, Any]] = []
     last: Candidate | None = None
 
@@ -68,7 +70,8 @@ def judge(
     if config.calibrate and search_result.fitting:
         best = search_result.fitting[0]
         if (anchor := _calibrate(config, topology, best)) is not None:
-            remat, closed = best.plan.execution.remat, best.memory.temporaries
+            remat = best.plan.execution.remat
+            closed = best.memory.temporaries
             anchors[remat], factors[remat] = anchor, anchor.at(closed) / closed
             search_result = search()
 
@@ -85,7 +88,8 @@ def judge(
     for _ in range(max(config.compiles, 1)):
         if not search_result.fitting:
             break
-        candidate, compiled = search_result.fitting[0], None
+        candidate = search_result.fitting[0]
+        compiled = None
         if config.compiles:
             compiled = _compile(config, topology, candidate)
             if not _fits(compiled, topology):
@@ -95,7 +99,8 @@ def judge(
                     dispatchers.add(candidate.plan.execution.dispatcher.name)
                 else:
                     factors[candidate.plan.execution.remat] = _factor(candidate, compiled, topology)
-                last, search_result = candidate, search()
+                last = candidate
+                search_result = search()
                 continue
         if compiled is not None:
             mesh = dict(candidate.plan.mesh.shape)

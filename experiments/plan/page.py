@@ -49,8 +49,10 @@ def page_of_plan(
         summary: Summary of the plan.
         network: Network between the hosts.
     """
-    chip, candidate = topology.chip, result.fitting[0]
-    plan, seconds = candidate.plan, candidate.time
+    chip = topology.chip
+    candidate = result.fitting[0]
+    plan = candidate.plan
+    seconds = candidate.time
     head = [
         f"topology             {topology.text}, {topology.num_devices} devices of"
         f" {size_in_words(chip.available)}",
@@ -148,7 +150,8 @@ def runners_up(search_result: SearchResult, chip: Chip) -> str:
     best = search_result.fitting[0]
     rows: list[tuple[str, ...]] = [("best plans", "seconds", "memory")]
     for number, candidate in enumerate(search_result.fitting, 1):
-        step, need = f"{candidate.time.step:.4g}", size_in_words(candidate.need)
+        step = f"{candidate.time.step:.4g}"
+        need = size_in_words(candidate.need)
         rows.append((f"  {number}  {plan_in_words(candidate.plan)}", step, need))
         if candidate is not best:
             rows.append((f"       {why_not(best, candidate)}",))
@@ -157,7 +160,8 @@ def runners_up(search_result: SearchResult, chip: Chip) -> str:
     for candidate in sorted(search_result.faster, key=lambda candidate: candidate.need)[
         :_MOST_FASTER
     ]:
-        step, need = f"{candidate.time.step:.4g}", size_in_words(candidate.need)
+        step = f"{candidate.time.step:.4g}"
+        need = size_in_words(candidate.need)
         rows.append((f"     {plan_in_words(candidate.plan)}", step, need))
         rows.append((f"       {size_in_words(candidate.excess(chip))} too much",))
     return "\n".join(line.rstrip() for line in text_table(rows).splitlines())
@@ -221,8 +225,10 @@ def attention_links(candidate: Candidate, chip: Chip) -> str:
         candidate: Mesh that shards sequences.
         chip: Properties of each device.
     """
-    plan, links = candidate.plan, links_of(chip)
-    sizes, mesh = Sizes.of(plan).attention(), dict(plan.mesh.shape)
+    plan = candidate.plan
+    links = links_of(chip)
+    sizes = Sizes.of(plan).attention()
+    mesh = dict(plan.mesh.shape)
     ratios = by_ratio(sizes, links)
     rows: list[tuple[str, ...]]
     rows = [("query heads per key head", "ring", "ring, both ways", "token_ring")]
@@ -249,7 +255,8 @@ def three_levels(candidate: Candidate, chip: Chip) -> str:
         candidate: Mesh of the plan.
         chip: Properties of each device.
     """
-    plan, devices = candidate.plan, candidate.plan.mesh.size
+    plan = candidate.plan
+    devices = candidate.plan.mesh.size
     if candidate.mesh.batch_shards < devices or not 0 < chip.domain < devices:
         return ""
     parameters = float(sum(row.size for row in plan.table))
@@ -300,8 +307,10 @@ def measured_table(candidate: Candidate, compiled: Mapping[str, Any]) -> str:
     measured = compiled["measured"]
     rate = measured["matmul_rate"] / math.prod(candidate.mesh.sizes)
     this_machine = dataclasses.replace(CHIPS["cpu"], flops=rate)
-    step, memory = predict_time(candidate.plan, this_machine).step, candidate.memory.total
-    seconds, grown = measured["step_seconds"], measured["memory"]
+    step = predict_time(candidate.plan, this_machine).step
+    memory = candidate.memory.total
+    seconds = measured["step_seconds"]
+    grown = measured["memory"]
     rows = [
         ("predicted and measured", "predicted", "measured", "error"),
         ("  step, seconds", f"{step:.3g}", f"{seconds:.3g}", _error(step, seconds)),

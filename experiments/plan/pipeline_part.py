@@ -48,7 +48,8 @@ def pipeline_part(candidate: Candidate, chip: Chip) -> str:
         " streams of a\nmicro-batch that wait on a stage for their backward pass"
     )
     if plan.execution.pipeline.chunks == 1 and plan.paths is None:
-        times, stages = stage_times(plan, chip), plan.execution.mesh.stage
+        times = stage_times(plan, chip)
+        stages = plan.execution.mesh.stage
         ticks = tick_seconds(plan.execution.pipeline, stages, plan.accumulation, times)
         critical = critical_seconds(stages, plan.accumulation, times)
         text += (

@@ -62,7 +62,8 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog, description = "python -m experiments.rl", __doc__ or ""
+    prog = "python -m experiments.rl"
+    description = __doc__ or ""
     arguments = [_long(word) for word in argv]
     with flags.exit_on_bad_configuration():
         start = rl_config(initial_of(arguments), _sizes(arguments))

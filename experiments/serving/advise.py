@@ -180,13 +180,15 @@ def attention_table(config: AdviseConfig, cost: Roofline) -> Table:
 
 def answers_table(config: AdviseConfig, cost: Roofline) -> Table:
     """Return what several long answers to one question cost."""
-    costs, length = AnswerCost.of(cost.sizes), config.answer_length
+    costs = AnswerCost.of(cost.sizes)
+    length = config.answer_length
     table: Table = [("answers", "keys", "TFLOP", "bytes as TFLOP", "total", "decided by")]
     for number in config.answers:
         totals = []
         for budget in (None, config.budget):
             arguments = (number, config.prompt, length, budget)
-            flops, moved = costs.flops(*arguments), costs.bytes_as_flops(*arguments)
+            flops = costs.flops(*arguments)
+            moved = costs.bytes_as_flops(*arguments)
             totals.append(flops + moved)
             what = f"{moved / (flops + moved):.1%} of the cost is reading keys and values"
             if budget is not None:
@@ -199,7 +201,8 @@ def answers_table(config: AdviseConfig, cost: Roofline) -> Table:
 
 def stages_table(config: AdviseConfig, cost: Roofline) -> Table:
     """Return the cuts of a prompt's layers that no other beats."""
-    number, sizes = cost.sizes.num_layers, cost.sizes
+    number = cost.sizes.num_layers
+    sizes = cost.sizes
     parts = [[WorkPart(config.prompt, 0, (i, i + 1))] for i in range(number)]
     free = dataclasses.replace(cost, constant=0.0)
     # The head is an operation of every step: all layers but the last are timed beside a free one.

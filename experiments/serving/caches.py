@@ -97,7 +97,8 @@ class CachesConfig:
         if self.latency < 0:
             raise ValueError(f"latency={self.latency} must be 0 or more seconds")
         if self.chip not in CHIPS:
-            near, listing = closest(self.chip, CHIPS), ", ".join(CHIPS)
+            near = closest(self.chip, CHIPS)
+            listing = ", ".join(CHIPS)
             raise ValueError(f"chip={self.chip} is unknown{near}; known: {listing}")
         if self.trace is not None and self.expert_parameters is None:
             raise ValueError(
@@ -191,12 +192,15 @@ def divided(
         assignments: Pairs of token and expert of a step.
         costs: Rates of host and accelerator.
     """
-    splits, loads, experts = [], {}, set()
+    splits = []
+    loads = {}
+    experts = set()
     scores: Mapping[Any, float] = {}
     for use, is_hit in [*zip(uses, replayed.hits, strict=True), (None, False)]:
         if loads and (use is None or use.scores):
             splits.append(split_experts(loads, experts, costs))
-            loads, experts = {}, set()
+            loads = {}
+            experts = set()
         if use is not None:
             scores = use.scores or scores
             loads[use.item] = max(round(scores[use.item] * assignments), 1)

@@ -141,7 +141,8 @@ class SimulateConfig:
                 if name in names and settings and field in _POLICIES:
                     policy(field, text)  # raises where it cannot be made
                 elif name not in names or name != text:
-                    near, listing = closest(name, names), ", ".join(names)
+                    near = closest(name, names)
+                    listing = ", ".join(names)
                     raise ValueError(f"{field}={text} is unknown{near}; known: {listing}")
         chosen = {"rates": self.rates, "dispatch": self.dispatch}
         chosen |= {"retention": self.retention, "scaling": self.scaling}

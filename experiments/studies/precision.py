@@ -94,7 +94,8 @@ class PrecisionStudy:
     """The trials of one directory, those of earlier starts included: one per arm and seed."""
 
     def __init__(self, config: PrecisionConfig, directory: RunDirectory):
-        self._config, self._directory = config, directory
+        self._config = config
+        self._directory = directory
         self._programs: dict[str, StudyPrograms] = {}
         self._params: Any = None
         self._stop: StopRequest | None = None
@@ -133,7 +134,8 @@ class PrecisionStudy:
         seeds = range(self._config.seeds)
         nats = {arm: [self._nats[arm, seed] for seed in seeds] for arm in self._config.arms}
         pairs = {arm: np.subtract(nats[arm], nats[first]).tolist() for arm in remaining}
-        params, run = self._last_params(), self._assemble(self._config.seeds - 1)
+        params = self._last_params()
+        run = self._assemble(self._config.seeds - 1)
         with jax.set_mesh(run.mesh):
             errors = {arm: gradient_errors(run, params, first, arm) for arm in remaining}
         summary |= {
@@ -156,7 +158,8 @@ class PrecisionStudy:
         with jax.set_mesh(run.mesh):
             if arm not in self._programs:
                 self._programs[arm] = _programs(run, arm)
-            programs, key = self._programs[arm], jax.random.key(run.plan.config.training.seed)
+            programs = self._programs[arm]
+            key = jax.random.key(run.plan.config.training.seed)
             assert self._stop is not None
             state, _ = train(programs, key, run.feed.batches(0), self._stop)
             held_out = evaluate(programs.evaluate, state.params, state.router_state, run.held_out())

@@ -56,9 +56,14 @@ class StudyPrograms:
         execution: ExecutionConfig,
         parameterization: Parameterization | None = None,
     ):
-        self.model, self.objective, self.compile_seconds = model, objective, 0.0
-        self._optimizer, self.batch, self._training = optimizer, batch, training
-        self._execution, self._parameterization = execution, parameterization
+        self.model = model
+        self.objective = objective
+        self.compile_seconds = 0.0
+        self._optimizer = optimizer
+        self.batch = batch
+        self._training = training
+        self._execution = execution
+        self._parameterization = parameterization
 
     @functools.cached_property
     def init(self) -> Callable[[Array], TrainState]:
@@ -85,10 +90,8 @@ class StudyPrograms:
     @functools.cached_property
     def evaluate(self) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
         """Program from parameters, router state and a batch to the sums of nll and weights."""
-        step, state = (
-            make_eval_step(self.model, execution=self._execution, objective=self.objective),
-            self.any_state,
-        )
+        step = make_eval_step(self.model, execution=self._execution, objective=self.objective)
+        state = self.any_state
         return self.compile(step, state.params, state.router_state, self.batch, options=RARE)
 
     def make_step(self, optimizer: optax.GradientTransformation) -> Any:

@@ -47,7 +47,8 @@ def train(
     Raises:
         StoppedError: A signal arrived.
     """
-    state, metrics = programs.init(key), []
+    state = programs.init(key)
+    metrics = []
     for batch in batches:
         check_stop(stop)
         state, measured = programs.step(state, batch)

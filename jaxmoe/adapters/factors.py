@@ -125,7 +125,8 @@ def factor_rows(
     assert declaration.matrix is not None  # targets are matrices
     inputs, outputs = (len(dims) for dims in declaration.matrix)
     batch = len(declaration.shape) - inputs - outputs
-    first, last = slice(0, batch + inputs), slice(batch + inputs, None)
+    first = slice(0, batch + inputs)
+    last = slice(batch + inputs, None)
     down = Declaration(
         shape=(*declaration.shape[first], rank),
         axes=(*declaration.axes[first], ax.RANK),

@@ -155,7 +155,8 @@ def choice(kind: str, name: str) -> Any:
 
 def kind_of(base: Any) -> str | None:
     """Return the kind that a class is the base class of, None for any other value."""
-    module, name = getattr(base, "__module__", ""), getattr(base, "__qualname__", "")
+    module = getattr(base, "__module__", "")
+    name = getattr(base, "__qualname__", "")
     return _KINDS.get(f"{module}:{name}")
 
 

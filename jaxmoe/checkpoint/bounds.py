@@ -260,7 +260,8 @@ def differs_in_store(stored: Mapping[str, Any], array: Mapping[str, Any]) -> str
     """Return the difference between a stored array and the manifest; empty if there is none."""
     dtype = _dtype(array["dtype"])
     assert dtype is not None
-    shape, chunk = stored["shape"], stored["chunks"]
+    shape = stored["shape"]
+    chunk = stored["chunks"]
     compressor = stored["compressor"]
     if shape != array["shape"] or _zarr_dtype(stored["dtype"]) != dtype:
         saved = f"{array['dtype']}{array['shape']}"

@@ -50,7 +50,8 @@ def reason_against(state: Any) -> str:
         needed[device] = needed.get(device, 0) + size
     for device, size in needed.items():
         stats = _stats(device)
-        limit, peak = stats.get("bytes_limit"), stats.get("peak_bytes_in_use")
+        limit = stats.get("bytes_limit")
+        peak = stats.get("peak_bytes_in_use")
         if limit is not None and peak is not None and size > limit - peak:
             free = f"{(limit - peak) / 1e6:.1f} MB of device memory are free at the peak of a step"
             return f"{free}, and a copy of the state needs {size / 1e6:.1f} MB"

@@ -52,7 +52,8 @@ def damage(step: Any) -> list[str]:
     listed = _read_list(step)
     if listed is None:
         return [f"{LIST}: the list of files is damaged"]
-    names, lines = set(_names(step)), []
+    names = set(_names(step))
+    lines = []
     for name, (size, crc) in listed.items():
         if name not in names:
             lines.append(f"{name}: missing")
@@ -113,5 +114,6 @@ def _measure(path: pathlib.Path) -> tuple[int, int]:
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+            size = size + len(chunk)
+            crc = zlib.crc32(chunk, crc)
     return size, crc

@@ -72,7 +72,8 @@ class Commits:
     """
 
     def __init__(self, directory: Any, fence: Fence | None = None, *, is_writer: bool = True):
-        self._directory, self._fence = pathlib.Path(directory), fence
+        self._directory = pathlib.Path(directory)
+        self._fence = fence
         self._clears = is_writer and jax.process_index() == 0
         self.pending: int | None = None
         """Step whose save was started and not yet waited for."""
@@ -136,7 +137,8 @@ class Commits:
         Raises:
             OSError: The step could not be synced.
         """
-        step, self.pending = self.pending, None
+        step = self.pending
+        self.pending = None
         if step is None:
             return
         if jax.process_index() == 0:

@@ -49,10 +49,15 @@ class CheckpointHook:
         max_failed: int = 5,
         is_lazy: bool = True,
     ):
-        self._manager, self._config, self._position = manager, config, position
-        self._every, self._last_step, self._before = every, last_step, before
+        self._manager = manager
+        self._config = config
+        self._position = position
+        self._every = every
+        self._last_step = last_step
+        self._before = before
         self._also = also
-        self._agree_every, self._max_failed = agree_every, max_failed
+        self._agree_every = agree_every
+        self._max_failed = max_failed
         self._is_lazy = is_lazy
         self.saved_step: int | None = None
 

@@ -98,7 +98,8 @@ class CheckpointManager:
             if is_writer:
                 make_directory(self.directory)
         self.damaged_directory = self.directory / _DAMAGED
-        self._is_writer, self._base = is_writer, base
+        self._is_writer = is_writer
+        self._base = base
         self._verify: Verify = verify
         self._commits = Commits(self.directory, fence, is_writer=is_writer)
         self._commits.empty_trash()
@@ -268,7 +269,8 @@ class CheckpointManager:
 
     def _read(self, step: int, manifest: CheckpointManifest, target: Any) -> Any:
         """Return the state of a step whose files have been checked; checks its arrays."""
-        where, base = f"{self.directory}/{step}", None if target is None else self._base
+        where = f"{self.directory}/{step}"
+        base = None if target is None else self._base
         if base is None:
             return read_state(self.directory / str(step), manifest, target, where, self._verify)
         base.check(manifest, where)
@@ -302,7 +304,8 @@ class CheckpointManager:
             CheckpointError: The arrays differ from the target's.
             LeaseLostError: Another process has taken the directory over.
         """
-        steps, abandoned = self.shared_steps(), 0
+        steps = self.shared_steps()
+        abandoned = 0
         for step in reversed(steps):
             try:
                 self.check_files(step)

@@ -188,7 +188,8 @@ def check_target(manifest: CheckpointManifest, target: Any, where: str) -> None:
     Raises:
         CheckpointError: One line for each array that is missing, unexpected or different.
     """
-    saved, target_arrays = manifest.arrays, describe(target)
+    saved = manifest.arrays
+    target_arrays = describe(target)
     lines = []
     for path in sorted(saved.keys() | target_arrays.keys()):
         if path not in saved:
@@ -218,7 +219,8 @@ def hint_of(saved: Mapping[str, Any], target: Mapping[str, Any], config: Mapping
         target: Shape and dtype in the target.
         config: Config of the checkpoint: of a run or of a model.
     """
-    saved_shape, target_shape = saved["shape"], target["shape"]
+    saved_shape = saved["shape"]
+    target_shape = target["shape"]
     if saved_shape == target_shape:
         return " (cast only by restore_part with is_cast_allowed)"
     if len(saved_shape) != len(target_shape):

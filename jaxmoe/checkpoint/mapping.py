@@ -238,7 +238,8 @@ def plan_mapping(rules: Sequence[MappingRule], names: Iterable[str]) -> dict[str
     """
     compiled = [(rule, re.compile(_pattern(rule.source))) for rule in rules]
     sources: dict[tuple[str, MappingRule], list[tuple[Any, str]]] = {}
-    lines, needed = [], set()
+    lines = []
+    needed = set()
     for name in sorted(names):
         fitting = [(rule, m) for rule, pattern in compiled if (m := pattern.fullmatch(name))]
         needed |= {rule for rule, _ in fitting}
@@ -269,10 +270,13 @@ def plan_mapping(rules: Sequence[MappingRule], names: Iterable[str]) -> dict[str
 
 def _pattern(source: str) -> str:
     """Return a regular expression; a repeated placeholder must match the same text."""
-    parts, seen, last = [], set(), 0
+    parts = []
+    seen = set()
+    last = 0
     for match in _PLACEHOLDER.finditer(source):
         parts.append(re.escape(source[last : match.start()]))
-        name, last = match[1], match.end()
+        name = match[1]
+        last = match.end()
         body = ".+" if match[2] else "[^/]+?"
         parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{body})")
         seen.add(name)

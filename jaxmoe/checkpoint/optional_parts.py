@@ -62,7 +62,8 @@ def with_optional(manifest: CheckpointManifest, state: Any, target: Any, where: 
         target: State with all arrays, or `jax.ShapeDtypeStruct`.
         where: Name of the checkpoint in messages.
     """
-    missing, dropped = _missing(manifest, target), _to_drop(manifest, target)
+    missing = _missing(manifest, target)
+    dropped = _to_drop(manifest, target)
     if not missing and not dropped:
         return state
     for name in missing:

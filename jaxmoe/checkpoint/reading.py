@@ -143,7 +143,8 @@ def read_state(
         if reason := bounds.beyond_memory(manifest.arrays):
             raise CheckpointError(f"{where}: {reason}")
         target = target_of(manifest)
-    full_target, target = target, without_optional(manifest, target)
+    full_target = target
+    target = without_optional(manifest, target)
     check_target(manifest, target, where)
     packed = jax.eval_shape(pack, target)
     shardings = pack(jax.tree.map(sharding_of, target, is_leaf=is_key))

@@ -69,13 +69,15 @@ def restore_part(
             mapping does not fit, or the checkpoint is damaged.
     """
     read = _open(directory, step, verify)
-    manifest, where = read.manifest, read.where
+    manifest = read.manifest
+    where = read.where
     sources = _sources(manifest, mapping)
     leaves = dict(sorted(flatten(target).items()))
     _check(manifest, leaves, sources, where, is_cast_allowed)
     packed = {}
     for path, leaf in leaves.items():
-        placed, merged = sharding_of(leaf), sources[path]
+        placed = sharding_of(leaf)
+        merged = sources[path]
         if not merged.is_renamed:
             array = jax.device_put(merged.build(read, path), placed)
             shape = describe({"x": leaf})["x"]["shape"]
@@ -154,7 +156,9 @@ class _Reader:
     """Reads arrays of one step by name, and compares them with their fingerprints."""
 
     def __init__(self, state: Any, manifest: CheckpointManifest, where: str, is_verified: bool):
-        self._state, self.manifest, self.where = state, manifest, where
+        self._state = state
+        self.manifest = manifest
+        self.where = where
         self._is_verified = is_verified
         self._checkpointer = array_reader(ocp.PyTreeCheckpointHandler())
 

@@ -41,7 +41,8 @@ from jaxmoe.fingerprints import RunningFingerprint
 from jaxmoe.optional import require
 from jaxmoe.state_tree import SEPARATOR, flatten, pack
 
-_STATE, _MANIFEST = "state", "manifest"
+_STATE = "state"
+_MANIFEST = "manifest"
 _FLAT = "."
 """Separator of names on disk, as in Orbax."""
 
@@ -165,7 +166,8 @@ class _Writer(ocp.type_handlers.NumpyHandler):
         if path is None:
             await super()._open_and_write(value, tspec, ts_context)
             return
-        array, running = self._streamed[path], self._prints[path]
+        array = self._streamed[path]
+        running = self._prints[path]
         tensorstore = require("tensorstore")  # a dependency of Orbax
         store = await tensorstore.open(
             tensorstore.Spec(tspec), create=True, open=True, context=ts_context
@@ -203,7 +205,8 @@ class StoredArray:
     def __init__(self, state: pathlib.Path, path: str, shape: tuple[int, ...], dtype: str):
         self.shape, self.dtype, self.ndim = shape, jnp.dtype(dtype), len(shape)
         self.size = int(np.prod(shape))
-        self._state, self._path = state, path
+        self._state = state
+        self._path = path
         self._store: Any = None
 
     def __getitem__(self, layer: int) -> np.ndarray:

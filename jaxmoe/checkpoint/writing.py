@@ -144,7 +144,8 @@ class StepWriter:
             ReplicasDifferError: See `write`.
             Exception: The save failed.
         """
-        lazy, self._lazy = self._lazy, None
+        lazy = self._lazy
+        self._lazy = None
         if lazy is not None:
             lazy.result()
         self._manager.wait_until_finished()
@@ -175,7 +176,8 @@ def _layout_of(leaf: Any) -> ocp.SaveArgs:
 
 Result = TypeVar("Result")
 
-_MODULE, _NAME = "orbax.checkpoint._src.asyncio_utils", "_run_sync_via_new_loop"
+_MODULE = "orbax.checkpoint._src.asyncio_utils"
+_NAME = "_run_sync_via_new_loop"
 
 _SECONDS = 60.0
 """Timeout of the writes that are in progress when another one fails."""

@@ -165,11 +165,14 @@ def _check_array(name: str, values: np.ndarray, shape: tuple[int, ...]) -> None:
             f"{shape}"
         )
     if is_extra:
-        kinds, words = (np.number, np.bool_), "a number or boolean"
+        kinds = (np.number, np.bool_)
+        words = "a number or boolean"
     elif name in ("loss_weights", "mask_ratio"):
-        kinds, words = (np.floating,), "a float"
+        kinds = (np.floating,)
+        words = "a float"
     else:
-        kinds, words = (np.integer,), "an integer"
+        kinds = (np.integer,)
+        words = "an integer"
     if not any(np.issubdtype(values.dtype, kind) for kind in kinds):
         raise DataError(
             f"batch.{name} has dtype {values.dtype}, which must be {words} type: "

@@ -155,9 +155,12 @@ def _write(
         for d in (np.uint8, np.uint16, np.uint32)
         if tokenizer.vocab_size <= 2 ** (8 * np.dtype(d).itemsize)
     )
-    lengths, digests, sizes = array.array("q"), array.array("Q"), array.array("q")
+    lengths = array.array("q")
+    digests = array.array("Q")
+    sizes = array.array("q")
     skipped: list[str] = []
-    progress, tokens = Progress(), 0
+    progress = Progress()
+    tokens = 0
     with contextlib.ExitStack() as files:
         stream = files.enter_context((directory / "tokens.bin").open("wb"))
         weights = None
@@ -217,7 +220,8 @@ class _Weights:
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream
-        self.untrained, self._trained = 0, 0
+        self.untrained = 0
+        self._trained = 0
 
     def write(self, document: _ReadDocument) -> bool:
         """Write the weights of a document; return False, and count it, if no token is trained."""
@@ -258,10 +262,12 @@ def _documents(
             del record, checked, text  # a document may be large, and is encoded below
             if characters >= _BATCH_CHARACTERS or len(waiting) >= _BATCH_TEXTS:
                 yield from _tokenize(waiting, tokenizer)
-                waiting, characters = [], 0
+                waiting = []
+                characters = 0
         elif len(checked):
             yield from _tokenize(waiting, tokenizer)  # keeps the order of documents
-            waiting, characters = [], 0
+            waiting = []
+            characters = 0
             assert isinstance(record, Record)  # a BadRecord stays one
             known = _digest_of_ids(checked) if record.digest is None else record.digest
             yield _ReadDocument(checked, known, -1, record.weights)
@@ -291,7 +297,8 @@ def _tokenize(texts: list[_DocumentText], tokenizer: Tokenizer) -> Iterator[_Rea
 
 def _check(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:
     """Return UTF-8 text or token ids, or a BadRecord if the tokenizer cannot encode the text."""
-    value, size = record.value, tokenizer.vocab_size
+    value = record.value
+    size = tokenizer.vocab_size
     where = record.where
     if isinstance(value, str):
         if not tokenizer.is_text:

@@ -102,7 +102,8 @@ class HubRows:
         return []
 
     def _load(self) -> Any:
-        datasets, config = require("datasets", "datasets"), self._config
+        datasets = require("datasets", "datasets")
+        config = self._config
         try:
             if not pathlib.Path(config.dataset).is_dir():
                 return datasets.load_dataset(

@@ -169,7 +169,8 @@ class Loader:
         Args:
             number: Place, from 0: `first_row` of the step plus the place in the batch.
         """
-        num_rows, epoch = self._num_rows(), 0
+        num_rows = self._num_rows()
+        epoch = 0
         if num_rows is not None and self.split == "train":
             epoch, number = shuffled(number, size=num_rows, seed=self.seed)
         return self.source.row(self.split, number, self.sequence_length, epoch=epoch)
@@ -339,7 +340,8 @@ def check_position(saved: dict[str, Any], current: dict[str, Any]) -> None:
     Raises:
         DataError: One line for each field that differs, with both values.
     """
-    before, now = _flat(saved), _flat(current)
+    before = _flat(saved)
+    now = _flat(current)
     values = {
         field: (before.get(field, "absent"), now.get(field, "absent")) for field in before | now
     }
@@ -397,7 +399,8 @@ def check_claims(claims: Int[np.ndarray, "hosts 4"]) -> None:
     Raises:
         DataError: The claims are not consistent.
     """
-    parts, counts = claims[:, 0], claims[:, 1]
+    parts = claims[:, 0]
+    counts = claims[:, 1]
     if len(set(counts.tolist())) > 1:
         raise DataError(
             f"the hosts cut batches into different numbers of parts: {counts.tolist()} on hosts 0 "

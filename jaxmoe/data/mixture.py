@@ -102,7 +102,8 @@ class Mixture:
     def __init__(
         self, parts: Mapping[str, tuple[float, Source]], *, seed: int, has_tasks: bool = False
     ):
-        self._given, self._has_tasks = parts, has_tasks
+        self._given = parts
+        self._has_tasks = has_tasks
         self._names = tuple(parts)
         self._sources = tuple(source for _, source in parts.values())
         self._weights = whole_weights([_check(name, parts[name][0]) for name in parts])
@@ -154,7 +155,8 @@ class Mixture:
         """Return the row at a place of the endless sequence."""
         del epoch  # parts have epochs of their own
         part, place = interleaved(index, self._weights)
-        source, repeat = self._sources[part], 0
+        source = self._sources[part]
+        repeat = 0
         size = source.num_rows(split, sequence_length)
         if split == "train" and size is not None:
             if not size:

@@ -90,11 +90,14 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 def interleaved_counts(number: int, weights: Sequence[int]) -> list[int]:
     """Return how many of the first `number` places belong to each part."""
-    counts, remaining, total = [], number, sum(weights)
+    counts = []
+    remaining = number
+    total = sum(weights)
     for weight in weights:
         following = remaining * (total - weight) // total
         counts.append(remaining - following)
-        remaining, total = following, total - weight
+        remaining = following
+        total = total - weight
     return counts
 
 

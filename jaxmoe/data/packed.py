@@ -75,7 +75,8 @@ def build_sources(
     sources = {}
     for name, collection in collections.items():
         store = plan(collection)
-        documents, facts = store.split(fraction), {"train": store.facts}
+        documents = store.split(fraction)
+        facts = {"train": store.facts}
         directories: dict[Split, pathlib.Path] = dict.fromkeys(_SPLITS, store.directory)
         if held_out is not None:
             held_out_plan = plan(held_out)
@@ -167,9 +168,14 @@ class PackedSource:
         seed: int,
         partition: Subset | None = None,
     ):
-        self._kind, self._config, self.tokenizer = kind, config, tokenizer
-        self.documents, self._facts, self._seed = documents, facts, seed
-        self._directories, self.partition = directories, partition
+        self._kind = kind
+        self._config = config
+        self.tokenizer = tokenizer
+        self.documents = documents
+        self._facts = facts
+        self._seed = seed
+        self._directories = directories
+        self.partition = partition
         counts = ", ".join(
             f"{split}: {len(lengths)} documents of {lengths.sum()} tokens"
             for split in _SPLITS
@@ -262,7 +268,8 @@ class PackedSource:
     def describe(self, sequence_length: int) -> str:
         """Return documents, tokens, tokenizer and packing efficiency in one line."""
         count, tokens, skipped = map(self._total, ("documents", "tokens", "skipped_records"))
-        ratio, counts = self.bytes_per_token, self.weight_counts(sequence_length)
+        ratio = self.bytes_per_token
+        counts = self.weight_counts(sequence_length)
         return (
             f"{self._kind}: {count:,} {self._config.documents}, {tokens:,} tokens"
             + (f" ({skipped:,} records left out)" if skipped else "")

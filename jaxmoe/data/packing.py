@@ -79,15 +79,15 @@ class BestFit:
         file: pathlib.Path | None,
         long: Long = "cut",
     ):
-        self._documents, self._length, self._seed = documents, sequence_length, seed
+        self._documents = documents
+        self._length = sequence_length
+        self._seed = seed
         owner, piece, lengths = cut(documents.lengths, sequence_length)
         self.is_long = documents.lengths > sequence_length + 1
         is_kept = _kept(documents, owner, piece, lengths, sequence_length, long)
-        self._owner, self._piece, self._piece_lengths = (
-            owner[is_kept],
-            piece[is_kept],
-            lengths[is_kept],
-        )
+        self._owner = owner[is_kept]
+        self._piece = piece[is_kept]
+        self._piece_lengths = lengths[is_kept]
         self.num_left_out = len(owner) - len(self._owner)
         """Pieces that are in no row."""
         self.num_unused = len(np.unique(owner)) - len(np.unique(self._owner))
@@ -162,7 +162,9 @@ class Concatenated:
         seed: int | None,
         separator: int | None,
     ):
-        self._documents, self._length, self._seed = documents, sequence_length, seed
+        self._documents = documents
+        self._length = sequence_length
+        self._seed = seed
         if documents.weights is not None:
             raise DataError(CONCATENATED_WEIGHTS)
         first = documents.tokens[documents.starts] if len(documents.starts) else np.zeros(0)
@@ -265,7 +267,8 @@ def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarr
     num_full = int(np.searchsorted(-lengths, -capacity, side="right"))  # each fills a row
     rows = list(range(num_full))
     open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]
-    free_sizes, num_rows = 0, num_full
+    free_sizes = 0
+    num_rows = num_full
     for length in lengths[num_full:].tolist():
         fitting = free_sizes >> length
         if fitting:
@@ -274,7 +277,8 @@ def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarr
             if not open_rows[free]:
                 free_sizes ^= 1 << free
         else:
-            free, row = capacity, num_rows
+            free = capacity
+            row = num_rows
             num_rows += 1
         rows.append(row)
         free -= length

@@ -306,7 +306,8 @@ def normalized_mutual_information(counts: Shaped[np.ndarray, "M E"]) -> float:
     if total <= 0 or (counts < 0).any():
         raise DataError("counts must not be negative and must hold at least one token")
     joint = counts / total
-    language, expert = _entropy_bits(joint.sum(axis=1)), _entropy_bits(joint.sum(axis=0))
+    language = _entropy_bits(joint.sum(axis=1))
+    expert = _entropy_bits(joint.sum(axis=0))
     mutual = language + expert - _entropy_bits(joint.ravel())
     return float(np.clip(2 * mutual / (language + expert), 0, 1)) if language + expert > 0 else 0.0
 

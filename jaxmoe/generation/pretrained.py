@@ -141,7 +141,8 @@ def from_huggingface(
                 f"directory={directory} holds no Hugging Face model (a config.json with"
                 " model_type): open a run with jaxmoe.run.Run.open"
             )
-        model, fields = read_huggingface(place, nonfinite=nonfinite), read_fields(place)
+        model = read_huggingface(place, nonfinite=nonfinite)
+        fields = read_fields(place)
         return Pretrained(
             model=model.model,
             params=model.params,

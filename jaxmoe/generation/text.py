@@ -313,7 +313,9 @@ class _Text:
         precision: str,
         on_sample: OnSample | None,
     ):
-        self._codec, self._given, self._on_sample = codec, config, on_sample
+        self._codec = codec
+        self._given = config
+        self._on_sample = on_sample
         self._context = context_of(prompt)
         self._before = codec.decode(np.asarray(self._context, np.int32))
         self._sample = Sample(

@@ -63,12 +63,15 @@ class Block(nn.Module):
 
     def setup(self):
         """Build the submodules under the names that parameter paths and checkpoints have."""
-        width, epsilon = self.context.embed_dim, self.context.norm_epsilon
-        residual, sizes = self.context.residual, {"embed_dim": width, "epsilon": epsilon}
+        width = self.context.embed_dim
+        epsilon = self.context.norm_epsilon
+        residual = self.context.residual
+        sizes = {"embed_dim": width, "epsilon": epsilon}
         placement = self.execution.placement
         self._mixer_residual = residual.build("mixer", **sizes, placement=placement)
         self._feed_forward_residual = residual.build("feed_forward", **sizes, placement=placement)
-        mixer, feed_forward = self.mixer, self.feed_forward
+        mixer = self.mixer
+        feed_forward = self.feed_forward
         self._mixer_norm = RMSNorm(width, epsilon, name=f"{mixer.module_name}_norm")
         self._mixer = mixer.build(
             self.context, self.execution, train=self.train, name=mixer.module_name

@@ -28,7 +28,8 @@ def convolve(
         segment_ids: Document of each position; one document a row when None.
         before: The K - 1 inputs before the first position, of its document; zeros when None.
     """
-    reach, length = taps.shape[0] - 1, x.shape[1]
+    reach = taps.shape[0] - 1
+    length = x.shape[1]
     inputs = _after(before, x, reach)
     y = jnp.zeros_like(x)
     if bias is not None:

@@ -48,7 +48,8 @@ def gather_once(params: Tree, declarations: Tree, execution: ExecutionConfig) ->
     """
     rules = execution.state_layout.copies
     assert rules is not None  # asked for only where there are copies
-    dtype, placement = execution.precision.compute_dtype, Placement(rules)
+    dtype = execution.precision.compute_dtype
+    placement = Placement(rules)
 
     def gather(leaf: Array, declaration: Declaration) -> Array:
         leaf_used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)

@@ -62,10 +62,12 @@ def rotary_angles(
     if yarn is not None:
         frequencies = frequencies * _stretch(half, theta, yarn)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     if yarn is not None:
         size = jnp.float32(yarn_size(yarn, yarn.mscale) / yarn_size(yarn, yarn.mscale_all_dim))
-        cos, sin = size * cos, size * sin
+        cos = size * cos
+        sin = size * sin
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 

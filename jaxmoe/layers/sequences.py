@@ -160,7 +160,8 @@ def current_order(
     """
     if level is not None and segment_ids is None:
         raise ValueError("batch.level needs batch.segment_ids: give the document of each token")
-    form, ranks = current_form(context, execution, length), sequence_ranks(execution.placement)
+    form = current_form(context, execution, length)
+    ranks = sequence_ranks(execution.placement)
     if segment_ids is None or form.layout != "document_zigzag" or ranks == 1:
         order = form.token_order(length, ranks, level=level)
         if not isinstance(order, jax.Array) or segment_ids is None:

@@ -169,7 +169,8 @@ class SaveOutsideViews:
     """
 
     def __init__(self, policy: Callable[..., Any]):
-        self._policy, self._is_inside = policy, False
+        self._policy = policy
+        self._is_inside = False
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         """Return whether the result of an operation is stored."""

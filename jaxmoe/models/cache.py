@@ -82,7 +82,8 @@ def bytes_read(model: ModelConfig, execution: ExecutionConfig, length: int) -> i
         execution: Precision and placement of the cache, and part of it that is read.
         length: Positions that the cache can hold at least.
     """
-    slots, precision = num_slots(execution, length), execution.precision
+    slots = num_slots(execution, length)
+    precision = execution.precision
     return sum(
         execution.cache_reading.bytes_read(
             slots,

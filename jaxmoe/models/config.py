@@ -109,14 +109,17 @@ class ModelConfig:
                 f" {self.num_layers}: raise num_layers, or shorten the period"
             )
         for index, layer in enumerate(self.layers):
-            path, mixer, fed = f"model.layers.{index}", layer.mixer, layer.feed_forward
+            path = f"model.layers.{index}"
+            mixer = layer.mixer
+            fed = layer.feed_forward
             if mixer is not None and mixer.is_causal != self.attention.is_causal:
                 raise ValueError(
                     f"{path}.mixer.is_causal={mixer.is_causal} and"
                     f" model.attention.is_causal={self.attention.is_causal} must be equal"
                 )
             scale = self.multipliers.attention_scale
-            width, default_dim = (mixer or self.attention).head_dim, self.attention.head_dim
+            width = (mixer or self.attention).head_dim
+            default_dim = self.attention.head_dim
             attends = not (mixer or self.attention).is_recurrent
             if attends and scale is not None and width != default_dim:
                 raise ValueError(
@@ -240,7 +243,8 @@ def _context(model: ModelConfig) -> LayerContext:
 
 @functools.lru_cache(maxsize=64)
 def _scans(model: ModelConfig) -> tuple[Scan, ...]:
-    loop, has_cycles = model.loop, bool(model.layers)
+    loop = model.loop
+    has_cycles = bool(model.layers)
     if loop is None:
         return group_layers(model.kinds, has_cycles=has_cycles)
     looped = loop.layers(model.num_layers)

@@ -173,7 +173,8 @@ def _stream(
     capacity = cache_length(int(lengths.max()), num_tokens)
     programs = make(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
     limits = sampling.limits(model.vocab_size)
-    keys, ends = jax.random.split(key, num_keys), np.asarray(eos_ids, np.int32)
+    keys = jax.random.split(key, num_keys)
+    ends = np.asarray(eos_ids, np.int32)
     state = programs.read(params, router_state, tokens, lengths, keys, limits, ends)
     yield np.asarray(state.token)[:, None]
     done = 1

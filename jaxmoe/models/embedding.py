@@ -84,7 +84,8 @@ def output_logits(
         is_stream: Whether hidden is cut as the residual stream; False where its positions are cut
             as within a sublayer.
     """
-    dtype, spread = execution.precision.compute_dtype, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    dtype = execution.precision.compute_dtype
+    spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     product = Product(
         "bsd,dv->bsv",
         weight.astype(dtype),
@@ -92,7 +93,8 @@ def output_logits(
         (*spread, ax.ACT_VOCAB),
         jnp.float32,
     )
-    products, placement = {"logits": product}, execution.placement
+    products = {"logits": product}
+    placement = execution.placement
     logits = out_of_stream(hidden.astype(dtype), products, placement, is_stream=is_stream)["logits"]
     return logits * jnp.float32(model.multipliers.logits)
 

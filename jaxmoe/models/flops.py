@@ -34,7 +34,8 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
     """Return the values of each parameter in matrix products that one token meets."""
     sizes = {}
     for row in table:
-        role, declaration = row.declaration.role, row.declaration
+        role = row.declaration.role
+        declaration = row.declaration
         turns = max((s.turns for s in model.stacks if row.path.startswith(f"{s.path}/")), default=1)
         if role in ("norm", "connection_bias") or (
             role == "embedding" and not model.has_tied_embeddings
@@ -54,7 +55,8 @@ def _matmul_sizes(model: ModelConfig, table: ParameterTable) -> dict[ParameterSp
 def _product_flops(model: ModelConfig, table: ParameterTable) -> float:
     """Return the FLOPs per token of products; a frozen matrix has no gradient of its own, unless an
     adapter trains values of it."""
-    sizes, rewritten = _matmul_sizes(model, table), set()
+    sizes = _matmul_sizes(model, table)
+    rewritten = set()
     if model.adapter is not None and model.adapter.has_view:
         rows = [row for row in table.trained_rows if row.declaration.matrix is None]
         rewritten = {row.path.partition(":")[0] for row in rows if ":" in row.path}

@@ -255,7 +255,9 @@ def join_outputs(
     Returns:
         Statistics over MoE layers, losses of layers by name, and observations over all layers.
     """
-    statistics, losses, observations = [], [], []
+    statistics = []
+    losses = []
+    observations = []
     others: dict[str, list[Array]] = {}
     for scan, output in zip(scans, outputs, strict=True):
         stacks = list(output.values()) if scan.is_cycle else [output]

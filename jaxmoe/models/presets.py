@@ -94,7 +94,8 @@ def ladder_tokens(depth: int) -> int:
 
 def olmoe_1b_7b() -> ModelConfig:
     """Return OLMoE-1B-7B-0924: 6.92e9 parameters, 1.28e9 active; 8 of 64 experts."""
-    layers, top_k = 16, 8
+    layers = 16
+    top_k = 8
     # Its training code (MegaBlocks with pull request 133) divides both losses by the layers, which
     # are added here, and the z-loss by top_k as well.
     balancers = (

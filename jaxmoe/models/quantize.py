@@ -90,7 +90,8 @@ def quantize_parameter(
         raise ValueError(f"weights={form!r} is none of {', '.join(QUANTIZED_WEIGHTS)}")
     if (axis := scaled_axis(row)) is None:
         return value
-    dtype, mixed = QUANTIZED_WEIGHTS[form][0], mixed or MixedConfig()
+    dtype = QUANTIZED_WEIGHTS[form][0]
+    mixed = mixed or MixedConfig()
     if form != MIXED:
         block = _block_size(value.shape[axis], LARGEST_BLOCK)
         return quantize(value, dtype, axis=axis, block_size=block)
@@ -148,7 +149,8 @@ def mixed_block_size(row: ParameterSpec, mixed: MixedConfig) -> int | None:
     Raises:
         ValueError: A block size that does not divide the inputs.
     """
-    axis, shape = scaled_axis(row), channels_shape(row)
+    axis = scaled_axis(row)
+    shape = channels_shape(row)
     assert axis is not None and shape is not None
     size = row.shape[axis]
     if mixed.block_size is None:

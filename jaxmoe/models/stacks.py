@@ -160,11 +160,13 @@ def group_layers(
 
 def _period(kinds: tuple[Layer, ...]) -> int:
     """Return the length of the period at the start that covers the most layers; 1 if none."""
-    best, covered = 1, _repeats(kinds, 1)
+    best = 1
+    covered = _repeats(kinds, 1)
     for period in range(2, len(kinds) // 2 + 1):
         repeats = _repeats(kinds, period)
         if repeats > 1 and period * repeats > covered:
-            best, covered = period, period * repeats
+            best = period
+            covered = period * repeats
     return best
 
 
@@ -185,7 +187,8 @@ def _scan(kinds: tuple[Layer, ...], start: int, repeats: int, num_moe: int) -> S
         repeats: Iterations.
         num_moe: MoE layers before it.
     """
-    period, routed = len(kinds), [kind.feed_forward.is_routed for kind in kinds]
+    period = len(kinds)
+    routed = [kind.feed_forward.is_routed for kind in kinds]
     step = sum(routed)
     name = f"{kinds[0].feed_forward.name}_blocks_{start}" if period == 1 else f"cycle_{start}"
     stacks = []

@@ -32,7 +32,8 @@ from jaxtyping import Array, Int
 
 from jaxmoe.layers.records import LayerOutputs, Stream, TokenInputs
 
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_HOST = jax.memory.Space.Host
+_DEVICE = jax.memory.Space.Device
 
 Layer = Callable[[Any, Stream, Any, TokenInputs], tuple[Stream, Any]]
 """(parameters, stream, inputs of the layer, inputs of all layers) -> (stream, outputs)."""
@@ -184,7 +185,8 @@ def _gradients_of_floats(gradients: Any) -> list[Array]:
 
 def _merge(like: Any, floats: list[Any], integers: list[Any]) -> Any:
     """Return a tree with the structure of another, from its floats and its other leaves."""
-    floats_left, others_left = iter(floats), iter(integers)
+    floats_left = iter(floats)
+    others_left = iter(integers)
     leaves = [
         next(floats_left if _is_float(leaf) else others_left) for leaf in jax.tree.leaves(like)
     ]

@@ -124,8 +124,11 @@ class Transformer(nn.Module):
             level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
             rewrite: Function of the parameters of each layer, see `jaxmoe.layers.view`; or None.
         """
-        model, execution, shared = self.model, self.execution, self.model.context
-        placement, order = execution.placement, places
+        model = self.model
+        execution = self.execution
+        shared = self.model.context
+        placement = execution.placement
+        order = places
         _check_whole_call(model, tokens, execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
@@ -189,7 +192,8 @@ def forward(
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         **given: Further arguments of `Transformer`.
     """
-    adapter, used = model.adapter, params
+    adapter = model.adapter
+    used = params
     if adapter is not None:
         key = given.get("key") if given.get("train") else None
         used = adapter.prepare(used, model.layer_numbers, key)
@@ -239,7 +243,8 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
     """Refuse tokens that are no rows of ids, and a current mesh that does not fit."""
     check_tokens(tokens, model.vocab_size)
     length = tokens.shape[1]
-    placement, mesh = execution.placement, jax.sharding.get_abstract_mesh()
+    placement = execution.placement
+    mesh = jax.sharding.get_abstract_mesh()
     names = {name for axis in ax.LOGICAL_AXES for name in placement.mesh_axes(axis)}
     if missing := sorted(names - set(mesh.axis_names)):
         raise ValueError(

@@ -218,7 +218,8 @@ def check_table(config: Optimizer, table: ParameterTable) -> None:
             f" the parameterization puts none there: choose {others}, or optimizer:adamw"
         )
     for row in trained:
-        group, traits = row.hyper.group, config.groups[row.hyper.group]
+        group = row.hyper.group
+        traits = config.groups[row.hyper.group]
         if not traits.takes_vectors and row.declaration.matrix is None:
             raise ValueError(
                 f"{row.path} is a vector, and the group {group} is for matrices: the"
@@ -235,7 +236,8 @@ def check_table(config: Optimizer, table: ParameterTable) -> None:
 
 def _with_group(group: Group) -> str:
     """Return the optimisers that have a group, as flags."""
-    kinds, homes = Optimizer.__subclasses__(), set[str]()
+    kinds = Optimizer.__subclasses__()
+    homes = set[str]()
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()

@@ -213,7 +213,8 @@ def scale_by_muon(
         count = state.count + 1
         gradient_share = 1.0 if form == "sum" else 1.0 - momentum
         sums = jax.tree.map(lambda m, g: momentum * m + gradient_share * g, state.momentum, updates)
-        ahead, now = 1.0, gradient_share
+        ahead = 1.0
+        now = gradient_share
         if form == "ema":
             steps = count.astype(jnp.float32)
             ahead = 1.0 / (1.0 - momentum ** (steps + (1.0 if nesterov else 0.0)))

@@ -81,7 +81,8 @@ def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:
         plan: Step to trace.
         mesh: Mesh with the plan's sizes.
     """
-    shapes, execution = plan.mesh, plan.execution
+    shapes = plan.mesh
+    execution = plan.execution
     dtype = execution.precision.parameter_dtype
     params = plan.table.tree(
         lambda row: jax.ShapeDtypeStruct(
@@ -175,7 +176,8 @@ def trace_step(plan: StepPlan, mesh: AnyMesh) -> Any:
         mesh: Mesh with the plan's sizes.
     """
     step = planned_step(plan)
-    state, batch = abstract_state(plan, mesh), abstract_batch(plan, mesh)
+    state = abstract_state(plan, mesh)
+    batch = abstract_batch(plan, mesh)
     # Not `set_mesh`: eager operations would run on devices that are not attached.
     context = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     with jax.sharding.use_abstract_mesh(context):

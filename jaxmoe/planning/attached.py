@@ -52,10 +52,14 @@ def memory_warning(plan: StepPlan, devices: Sequence[Any]) -> str:
     platform = devices[0].platform
     name = platform if platform in ("tpu", "cpu") else "gpu"
     if name == "cpu":
-        number, available, owner = len(devices), _machine_memory(), "this machine has"
+        number = len(devices)
+        available = _machine_memory()
+        owner = "this machine has"
     else:
         limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
-        number, available, owner = 1, min(limits), "a device has"
+        number = 1
+        available = min(limits)
+        owner = "a device has"
     memory = estimate_memory(plan, name)
     needed = number * memory.total
     if not available or needed <= available:

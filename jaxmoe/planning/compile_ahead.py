@@ -81,7 +81,8 @@ class CompiledProgram:
             mesh: Size by axis, in the order of the devices.
             seconds: Time that it took.
         """
-        memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        memory = compiled.memory_analysis()
+        costs = compiled.cost_analysis() or {}
         text = _text(compiled)
         return cls(
             seconds=seconds,
@@ -319,7 +320,8 @@ def compile_step(
     figures = {
         field.name: getattr(program, field.name) for field in dataclasses.fields(CompiledProgram)
     }
-    text, rows = _text(compiled) if is_gpu else None, Sizes.of(plan).balanced_rows()
+    text = _text(compiled) if is_gpu else None
+    rows = Sizes.of(plan).balanced_rows()
     return CompiledStep(
         **figures,
         expected_results=result_bytes(traced.out_info, topology),

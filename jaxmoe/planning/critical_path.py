@@ -75,7 +75,8 @@ def tick_seconds(
         times: Seconds of one stage.
     """
     pipeline_counts = counts(pipeline, stages, micro_batches)
-    forward, backward = times.forward + times.send, times.backward + times.send
+    forward = times.forward + times.send
+    backward = times.backward + times.send
     return pipeline_counts.forward * forward + pipeline_counts.backward * backward
 
 

@@ -39,7 +39,8 @@ def device_bytes(leaves: Iterable[jax.ShapeDtypeStruct], platform: Platform) -> 
 def _one(leaf: jax.ShapeDtypeStruct, platform: Platform) -> int:
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        shape, itemsize = (*shape, 2), 4
+        shape = (*shape, 2)
+        itemsize = 4
     else:
         itemsize = leaf.dtype.itemsize
     return padded_bytes(shape, itemsize) if platform == "tpu" else math.prod(shape) * itemsize

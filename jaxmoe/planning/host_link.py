@@ -73,7 +73,8 @@ def disk_bytes(plan: StepPlan) -> float:
 
 
 def _state(plan: StepPlan) -> Iterator[HostTraffic]:
-    execution, again = plan.execution, plan.accumulation
+    execution = plan.execution
+    again = plan.accumulation
     if execution.optimizer_memory == "device":
         return
     state = abstract_state(plan, plan.mesh)

@@ -71,12 +71,14 @@ def level_cost(plan: StepPlan, degrees: tuple[int, ...], chip: Chip) -> LevelCos
         degrees: Devices of a group at each level.
         chip: Properties of each device.
     """
-    sizes, model = Sizes.of(plan), plan.model
+    sizes = Sizes.of(plan)
+    model = plan.model
     remats = [plan.execution.remat_of(kind.feed_forward.is_routed) for kind in model.kinds]
     again = 1.0 + sum(remat in ("full", "offload") for remat in remats) / len(remats) / 3
     tensor = plan.execution.mesh.tensor
     second = chip.flops * chip.efficiency / again * tensor
-    pair, windows = 0.0, 0.0
+    pair = 0.0
+    windows = 0.0
     rings = [0.0] * len(degrees)
     for kind in model.kinds:
         heads = heads_of(kind.mixer)

@@ -59,7 +59,9 @@ class NestedSharding:
             devices: Devices of the run (n).
         """
         num_bytes = parameters * itemsize
-        w, g, o = self.weights, self.gradients, self.state
+        w = self.weights
+        g = self.gradients
+        o = self.state
         parts = [
             (w, 2 * (1 - 1 / w)),
             (g, 1 - 1 / g),

@@ -82,7 +82,8 @@ def _stack_of(path: str) -> str:
 def _layouts(
     row: ParameterSpec, execution: ExecutionConfig, mesh: Mapping[str, int], size: int, uses: int
 ) -> ParameterLayouts:
-    layout, axes = execution.state_layout, row.declaration.axes
+    layout = execution.state_layout
+    axes = row.declaration.axes
     stored = ArrayLayout.of_spec(layout.parameters.resolve(axes))
     updated = ArrayLayout.of_spec(layout.optimizer.resolve(axes))
     copy = ArrayLayout.of_spec((layout.copies or layout.parameters).resolve(axes))

@@ -86,7 +86,8 @@ def counts(
     few = 4 * stages
     if micro_batches <= few + stages or paths is not None:
         return _count(pipeline, stages, micro_batches, paths)
-    first, two = _count(pipeline, stages, few), _count(pipeline, stages, few + stages)
+    first = _count(pipeline, stages, few)
+    two = _count(pipeline, stages, few + stages)
     more = micro_batches - few
     return Counts(*(a + (b - a) * more // stages for a, b in zip(first, two, strict=True)))
 
@@ -96,7 +97,8 @@ def _count(
     pipeline: PipelineOrder, stages: int, micro_batches: int, paths: Paths | None = None
 ) -> Counts:
     schedule = pipeline.schedule(stages, micro_batches, paths)
-    runs, slots = schedule.runs(), plan_slots(schedule)
+    runs = schedule.runs()
+    slots = plan_slots(schedule)
     return Counts(
         ticks=len(schedule.ticks),
         forward=sum(run.length for run in runs if "F" in run.kinds),
@@ -150,7 +152,8 @@ def passes(
         paths: Groups that each micro-batch passes through; None for all. Without stages layers that
             are left out are computed and masked.
     """
-    stages, pipeline = execution.mesh.stage, execution.pipeline
+    stages = execution.mesh.stage
+    pipeline = execution.pipeline
     if stages == 1:
         once = float(accumulation * layers)
         return Passes(0.0, once, once)

@@ -83,7 +83,8 @@ def compare_schedules(plan: StepPlan, chip: Chip) -> list[ScheduleCost]:
     """
     rows = []
     for order in choices(plan):
-        pipeline, stages = order.execution.pipeline, order.execution.mesh.stage
+        pipeline = order.execution.pipeline
+        stages = order.execution.mesh.stage
         bubble = idle_over_useful(pipeline, stages, order.accumulation, order.paths)
         rows.append(
             ScheduleCost(
@@ -108,7 +109,8 @@ def compare_layouts(plan: StepPlan, chip: Chip) -> LayoutCost | None:
     if plan.execution.state_layout.gathered == "step":
         return None
     zero2_plan = plan.on(dataclasses.replace(plan.execution, rules="zero2"))
-    always, once = _weights(plan), _weights(zero2_plan)
+    always = _weights(plan)
+    once = _weights(zero2_plan)
     if always == 0.0:
         return None
     memory = estimate_memory(zero2_plan, chip.platform).total
@@ -132,7 +134,8 @@ def timetable(plan: StepPlan, width: int) -> str:
         plan: Step on a mesh with stages.
         width: Most characters of a line.
     """
-    pipeline, stages = plan.execution.pipeline, plan.execution.mesh.stage
+    pipeline = plan.execution.pipeline
+    stages = plan.execution.mesh.stage
     if counts(pipeline, stages, plan.accumulation, plan.paths).ticks > MOST_TICKS:
         return ""
     return cut(pipeline.schedule(stages, plan.accumulation, plan.paths).text(), width)

@@ -55,7 +55,8 @@ class Sizes:
     def of(cls, plan: StepPlan) -> Sizes:
         """Return the sizes of a plan."""
         execution = plan.execution
-        mesh, rules = dict(plan.mesh.shape), execution.axis_rules
+        mesh = dict(plan.mesh.shape)
+        rules = execution.axis_rules
 
         def shards(name: str) -> int:
             return math.prod(mesh[axis] for axis in rules.mesh_axes(name))
@@ -201,7 +202,8 @@ class Sizes:
         return self._passes(stack.path, stack.num_calls)
 
     def _passes(self, path: str, layers: int) -> Passes:
-        plan, key = self.plan, (path.partition("/")[0], layers)
+        plan = self.plan
+        key = (path.partition("/")[0], layers)
         if key not in self._known_passes:
             arguments = plan.model, plan.execution, plan.accumulation
             self._known_passes[key] = passes(*arguments, *key, plan.paths)

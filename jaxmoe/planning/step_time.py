@@ -105,7 +105,8 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     moved = weights * sizes.itemsize + 4 * 8 * local + _STREAM_PASSES * streams * stream
     compute = executed_flops(sizes) / num_devices / (chip.flops * chip.efficiency)
     memory = moved / chip.memory_bandwidth
-    communication, hideable = {}, 0.0
+    communication = {}
+    hideable = 0.0
     for entry in step_traffic(plan):
         seconds = seconds_of(entry, sizes.mesh, chip)
         communication[f"{entry.reason} over {' x '.join(entry.axes)}"] = seconds
@@ -127,7 +128,8 @@ def executed_flops(sizes: Sizes) -> float:
         sizes: Sizes of the step.
     """
     plan = sizes.plan
-    model, stages = plan.model, sizes.mesh[ax.STAGE]
+    model = plan.model
+    stages = sizes.mesh[ax.STAGE]
     total = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens
     for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.

@@ -112,7 +112,8 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     together: dict[tuple[str, tuple[str, ...], float], float] = {}
     for row in plan.table:
-        axes, layers = sizes.gathered_axes(row), sizes.layers(row)
+        axes = sizes.gathered_axes(row)
+        layers = sizes.layers(row)
         copied = sizes.copied_axes(row)
         near = tuple(axis for axis in axes if axis in copied)  # at every use
         far = tuple(axis for axis in axes if axis not in copied)  # once a step
@@ -189,7 +190,8 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
         if attention.ranks == 1:
             return
         backward = sizes.stack_passes(stack).trained
-        total, number = 0.0, 0.0
+        total = 0.0
+        number = 0.0
         for times, is_backward in ((_forward(sizes, stack), False), (backward, True)):
             total += times * sent_bytes(form, attention, is_backward=is_backward)
             number += times * form.num_messages(attention, is_backward=is_backward)
@@ -203,11 +205,13 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
     if not plan.execution.dispatcher.spreads_experts:
         return
     value = plan.model.embed_dim * sizes.itemsize
-    rules, shared = plan.execution.axis_rules, sizes.expert_axes
+    rules = plan.execution.axis_rules
+    shared = sizes.expert_axes
     for stack in sizes.stacks:
         if not stack.kind.feed_forward.is_routed:
             continue
-        experts, times = stack.kind.feed_forward.sizes, 2 * _both(sizes, stack)
+        experts = stack.kind.feed_forward.sizes
+        times = 2 * _both(sizes, stack)
         if not plan.execution.dispatcher.gathers_tokens:
             shared = rules.mesh_axes(ax.EXPERT_MLP)
             sent = sizes.rows(experts) * value
@@ -235,11 +239,13 @@ def _whole_matrices(sizes: Sizes) -> Iterator[Traffic]:
 
 def _stages(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
-    stages, pipeline = sizes.mesh[ax.STAGE], plan.execution.pipeline
+    stages = sizes.mesh[ax.STAGE]
+    pipeline = plan.execution.pipeline
     if stages == 1:
         return
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
-    pipeline_counts, axes = counts(pipeline, stages, plan.accumulation, plan.paths), (ax.STAGE,)
+    pipeline_counts = counts(pipeline, stages, plan.accumulation, plan.paths)
+    axes = (ax.STAGE,)
     sent = (pipeline_counts.forward + pipeline_counts.backward) * pipeline_counts.hops
     yield Traffic(
         reason="activations",

@@ -84,14 +84,18 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str], spent: Stopwatch, *, first_step: int):
-        self._path, self._spent, self._first_step = pathlib.Path(path), spent, first_step
+        self._path = pathlib.Path(path)
+        self._spent = spent
+        self._first_step = first_step
         self._guard = DiskGuard(path)
         self._began = time.time() - spent.total
         earlier = read_ledger(self._path)
         self._start = earlier[-1].start + 1 if earlier else 1
         self._at = self._path.stat().st_size if self._path.exists() else 0
-        self._length, self._kept = 0, -math.inf
-        self._is_first, self._step = True, first_step
+        self._length = 0
+        self._kept = -math.inf
+        self._is_first = True
+        self._step = first_step
         self.record(first_step)
 
     def record(self, step: int, *, status: str = "running", is_kept: bool = False) -> None:
@@ -103,7 +107,9 @@ class Ledger:
             is_kept: Whether the line stays, as for a step from which a later start may continue.
         """
         if step < self._step:  # rolled back: neither how far it had come nor this is written over
-            self._at, self._length, is_kept = self._at + self._length, 0, True
+            self._at = self._at + self._length
+            self._length = 0
+            is_kept = True
         self._step = step
         seconds: dict[str, float] = {}
         for kind, value in self._spent.seconds.items():
@@ -121,7 +127,9 @@ class Ledger:
             self._write(json.dumps(dataclasses.asdict(record)))
             total = self._spent.total
             if is_kept or total - self._kept >= _LINE_SECONDS:
-                self._at, self._length, self._kept = self._at + self._length, 0, total
+                self._at = self._at + self._length
+                self._length = 0
+                self._kept = total
 
     def _write(self, text: str) -> None:
         # A line cut by the end of an earlier start stays alone on its line. In one system call, and
@@ -236,7 +244,8 @@ def _lost(starts: list[list[StartRecord]]) -> tuple[dict[str, float], float]:
     Goes through the records backwards with the lowest step from which anything later continued;
     between two records, steps are taken to last equally long.
     """
-    lost, steps = {"train": 0.0, kinds.DATA: 0.0}, 0.0
+    lost = {"train": 0.0, kinds.DATA: 0.0}
+    steps = 0.0
     continued = math.inf
     for later in reversed(starts):
         first = dataclasses.replace(later[0], step=later[0].first_step, seconds={})
@@ -244,7 +253,8 @@ def _lost(starts: list[list[StartRecord]]) -> tuple[dict[str, float], float]:
             if (
                 following.step < start.step
             ):  # rolled back: what came after `one` is done again as well
-                continued, part = min(continued, following.step), 1.0
+                continued = min(continued, following.step)
+                part = 1.0
             elif following.step <= continued:
                 continue
             else:

@@ -126,8 +126,11 @@ class Lease:
         self._lock_file, self._lease_file, self._heartbeat_file = map(
             self._directory.joinpath, FILES
         )
-        self._heartbeat, self._steals, self._on_lost = heartbeat, steal, on_lost
-        self._host, self._flock = host or Host.here(), flock
+        self._heartbeat = heartbeat
+        self._steals = steal
+        self._on_lost = on_lost
+        self._host = host or Host.here()
+        self._flock = flock
         self._lock: int | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -175,7 +178,8 @@ class Lease:
             LeaseLostError: It does not; the message names the holder.
             OSError: The file system does not answer.
         """
-        mine, now = self.holder, self._read_holder()
+        mine = self.holder
+        now = self._read_holder()
         if mine is not None and now is not None and now.token == mine.token:
             return
         who = (
@@ -203,7 +207,9 @@ class Lease:
         self._close()
 
     def _close(self) -> None:
-        lock, self._lock, self.holder = self._lock, None, None
+        lock = self._lock
+        self._lock = None
+        self.holder = None
         if lock is not None:
             os.close(lock)
 
@@ -269,7 +275,8 @@ class Lease:
             return False
         seconds = STALE * before.heartbeat
         write(f"{where} was held by {before}: watching {seconds:g} s for its heartbeat")
-        seen, looked = self._heartbeat_of(before), time.monotonic()
+        seen = self._heartbeat_of(before)
+        looked = time.monotonic()
         # Looks are counted, not time: to stand still here for long costs one look.
         for _ in range(STALE * _LOOKS):
             time.sleep(before.heartbeat / _LOOKS)

@@ -40,7 +40,8 @@ def worker_devices(mesh: Mesh, workers: int) -> list[list[jax.Device]]:
     devices: list[list[jax.Device]] = [[] for _ in range(workers)]
     layout = NamedSharding(mesh, spec).devices_indices_map((parts * workers,))
     for device, (rows,) in layout.items():
-        first, last = rows.start or 0, parts * workers if rows.stop is None else rows.stop
+        first = rows.start or 0
+        last = parts * workers if rows.stop is None else rows.stop
         for worker in range(first // parts, (last - 1) // parts + 1):
             devices[worker].append(device)
     return devices

@@ -138,7 +138,8 @@ class StragglerWatch:
             before: seconds per step before the collective, by process and kind of `BEFORE`.
             waited: seconds per step that each process waited.
         """
-        rule, processes = self._rule, len(before)
+        rule = self._rule
+        processes = len(before)
         if len(self._in_a_row) != processes:
             self._in_a_row = np.zeros(processes, np.int64)
             self._large_in_a_row = np.zeros(processes, np.int64)
@@ -183,7 +184,9 @@ class StragglerHook:
         report: Callable[[int, Straggler], None],
         rule: StragglerRule | None = None,
     ):
-        self._spent, self._every, self._report = spent, every, report
+        self._spent = spent
+        self._every = every
+        self._report = report
         self._watch = StragglerWatch(rule)
         self._before = spent.seconds
         self._steps = 0
@@ -198,8 +201,10 @@ class StragglerHook:
         now = self._spent.seconds
         with self._spent.on(kinds.WAIT):
             gathered = gather(np.asarray([*self._of(now, BEFORE), *self._of(now, WAITING)]))
-        self._before, self._steps = self._spent.seconds, 0
-        before, waited = gathered[:, : len(BEFORE)], gathered[:, len(BEFORE) :].sum(axis=1)
+        self._before = self._spent.seconds
+        self._steps = 0
+        before = gathered[:, : len(BEFORE)]
+        waited = gathered[:, len(BEFORE) :].sum(axis=1)
         for straggler in self._watch.window(before.astype(float), waited.astype(float)):
             self._report(step, straggler)
 

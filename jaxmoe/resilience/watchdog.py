@@ -289,7 +289,8 @@ class _PeerPulses:
         return "; ".join(parts[:5])
 
     def _pulse(self) -> None:
-        beats, before = 0, time.monotonic()
+        beats = 0
+        before = time.monotonic()
         while not self._stop.wait(self._interval):
             beats += 1
             if time.monotonic() - before > 10 * self._interval:

@@ -27,7 +27,8 @@ def check_parts(moe: Any) -> None:
     Raises:
         ValueError: two parts contradict one another.
     """
-    router, traits = moe.router, moe.router.traits
+    router = moe.router
+    traits = moe.router.traits
     if traits.has_own_gates and moe.gate.name != "softmax":
         raise ValueError(
             f"moe.router={router.name} defines its own gates, and moe.gate={moe.gate.name} would"
@@ -67,7 +68,9 @@ def advice(moe: Any) -> list[str]:
     Args:
         moe: MoE layer, a `jaxmoe.models.config.MoEConfig`.
     """
-    router, traits, lines = moe.router, moe.router.traits, []
+    router = moe.router
+    traits = moe.router.traits
+    lines = []
     has_task_gradient = traits.has_own_gates or traits.has_own_load or not traits.is_learned
     name = "router.final_top_k" if hasattr(router, "final_top_k") else "top_k"
     if router.last_top_k(moe.top_k) == 1 and not has_task_gradient:

@@ -67,7 +67,8 @@ class Assembly:
         Args:
             accumulation: Micro-batches of a step; those of the config when None.
         """
-        plan, training = self.plan, self.plan.config.training
+        plan = self.plan
+        training = self.plan.config.training
         if accumulation is None:
             accumulation = self.micro_batches(training.batch_size)
         compared = self.workers.parts if training.gradients.is_backward else ()
@@ -129,7 +130,8 @@ class Assembly:
             gradients=self.plan.config.training.gradients,
             parts=self.plan.config.step_parts,
         )
-        precision, rules = self.execution.precision, self.execution.axis_rules
+        precision = self.execution.precision
+        rules = self.execution.axis_rules
         if precision.weights == "floating":
             return state
         rounded = quantized_params(self.plan.table, state.params, precision, rules, self.mesh)
@@ -137,16 +139,19 @@ class Assembly:
 
     def state_shapes(self) -> TrainState:
         """Return shapes and shardings of `new_state`, of which nothing is computed."""
-        training, shapes = self.workers.training, self.world_shapes()
+        training = self.workers.training
+        shapes = self.world_shapes()
         return shapes if training is None else shapes_after(training.begin, shapes, self.mesh)
 
     def world_shapes(self) -> TrainState:
         """Return shapes and shardings of `new_world`."""
-        plan, precision = self.plan, self.execution.precision
+        plan = self.plan
+        precision = self.execution.precision
         shapes = abstract_state(plan.step_plan(self.execution), self.mesh)
         if precision.weights == "floating":
             return shapes
-        rules, dtype = self.execution.axis_rules, precision.parameter_dtype
+        rules = self.execution.axis_rules
+        dtype = precision.parameter_dtype
         params = abstract_params(plan.table, precision.weights, dtype, rules, self.mesh)
         return dataclasses.replace(shapes, params=params)
 
@@ -240,7 +245,8 @@ def assemble(
     check_mesh(plan, execution, trains=trains)
     if source is None:
         source = _source(config, data, needs_data=needs_data)
-    source, training = _with_tasks(plan, source), config.training
+    source = _with_tasks(plan, source)
+    training = config.training
     loader = Loader(
         source,
         batch_size=training.batch_size if config.rl is None else config.held_out_batch_size,

@@ -183,7 +183,8 @@ def _load_huggingface(
         ValueError: The weights cannot be read, or do not fit the mesh.
     """
     assembly = assemble(config, needs_data=needs_data, devices=devices)
-    execution, mesh = assembly.execution, assembly.mesh
+    execution = assembly.execution
+    mesh = assembly.mesh
     params, router_state = huggingface_values(path, execution, mesh)
     key = jax.random.key(config.training.seed)
     with jax.set_mesh(mesh):
@@ -196,7 +197,8 @@ def _load_huggingface(
 
 def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) -> TrainState:
     """Return shapes and shardings to restore a checkpoint to, and small arrays as they are."""
-    execution, plan = assembly.execution, assembly.plan
+    execution = assembly.execution
+    plan = assembly.plan
     precision = execution.precision
     trains = precision.weights == "floating" or plan.model.adapter is not None
     if trains and not _is_imported(manager, step):
@@ -228,7 +230,8 @@ def _floating(assembly: Assembly, state: TrainState) -> TrainState:
     precision = assembly.execution.precision
     if precision.weights == "floating":
         return state
-    table, dtype = assembly.plan.table, precision.parameter_dtype
+    table = assembly.plan.table
+    dtype = precision.parameter_dtype
     storage = weight_storage(precision.weights)
     params = storage.floating(table, state.params, dtype, assembly.mesh)
     return dataclasses.replace(state, params=params)

@@ -135,7 +135,8 @@ def record_trace(
     moe = model.moe
     if moe is None or not model.num_moe_layers:
         raise ValueError("the model has no MoE layer: there is no routing to record")
-    token_ids, expert_ids = [], []
+    token_ids = []
+    expert_ids = []
     for batch in batches:
         tokens = np.asarray(batch.tokens)
         watched = dataclasses.replace(model, moe=recorded(moe, tokens.size))
@@ -205,7 +206,8 @@ def measure_reading(
         step: Step of the checkpoint.
         reading: Part of the cache that is read.
     """
-    model, execution = assembly.plan.model, assembly.execution
+    model = assembly.plan.model
+    execution = assembly.execution
     loss = compare_readings(
         *(model, state.params, state.router_state, assembly.held_out()),
         execution=execution,

@@ -265,7 +265,8 @@ class TimeLimit(RunPart):
     """
 
     def __init__(self, seconds: float, stop: StopRequest):
-        self._seconds, self._stop = seconds, stop
+        self._seconds = seconds
+        self._stop = stop
         self._end: float | None = None
 
     def restored(self, begun: Begun) -> None:
@@ -346,7 +347,8 @@ class PartRequest(RunPart):
         """Add the part when the first process sees the file; it is asked for events at once."""
         if self._part is not None:
             return None
-        is_there, now = False, time.monotonic()
+        is_there = False
+        now = time.monotonic()
         if jax.process_index() == 0 and now - self._looked >= _POLL_SECONDS:
             self._looked = now
             is_there = os.path.lexists(self._file)

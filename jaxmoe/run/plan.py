@@ -156,7 +156,8 @@ def by_updates(schedule: Schedule, config: PretrainConfig) -> Schedule:
 
 
 def _parameterization(config: PretrainConfig) -> Parameterization:
-    training, tokens = config.training, config.training.tokens
+    training = config.training
+    tokens = config.training.tokens
     batch_tokens = training.batch_size * training.sequence_length
     if config.rl is not None:
         tokens *= config.rl.passes
@@ -167,7 +168,8 @@ def _parameterization(config: PretrainConfig) -> Parameterization:
 
 def describe_rates(plan: RunPlan) -> str:
     """Return the peak rate of each role as text; empty if all have the rate of the optimiser."""
-    peak, rates = plan.config.optimizer.learning_rate, dict[float, set[str]]()
+    peak = plan.config.optimizer.learning_rate
+    rates = dict[float, set[str]]()
     for row in plan.table.trained_rows:
         rates.setdefault(plan.peak_rate(row), set()).add(row.declaration.role)
     if set(rates) == {peak}:
@@ -185,7 +187,9 @@ def check_mesh(plan: RunPlan, execution: ExecutionConfig, *, trains: bool) -> No
         execution: Execution with every size of the mesh filled in.
         trains: Whether the run is trained on this mesh.
     """
-    config, training, mesh_config = plan.config, plan.config.training, execution.mesh
+    config = plan.config
+    training = plan.config.training
+    mesh_config = execution.mesh
     config = dataclasses.replace(config, execution=execution)  # checks the sizes of the mesh too
     names, counts = named_sizes(mesh_config, execution.mesh_fold)
     sizes = dict(zip(names, counts, strict=True))
@@ -232,7 +236,9 @@ def _check_experts(
     plan: RunPlan, execution: ExecutionConfig, batch_shards: int, mesh: dict[str, int]
 ) -> None:
     """Refuse experts that the dispatcher cannot spread, in training or held-out batches."""
-    training, config, model = plan.config.training, plan.config, plan.model
+    training = plan.config.training
+    config = plan.config
+    model = plan.model
     update_rows = training.batch_size // (1 if config.rl is None else config.rl.updates_per_pass)
     check_dispatcher(
         model.moe,
@@ -272,7 +278,8 @@ def _check_workers(config: PretrainConfig, mesh: MeshConfig, *, trains: bool) ->
         mesh: Mesh with every size filled in.
         trains: Whether the run is trained on this mesh.
     """
-    replicas, training = config.replicas, config.training
+    replicas = config.replicas
+    training = config.training
     if replicas.exchanges == "nothing":
         return
     number = replicas.num_workers(mesh.replica)

@@ -58,7 +58,8 @@ def prepare(
         ValueError: The configuration, the directory or the data cannot be used.
         LeaseLostError: Another process took the directory meanwhile.
     """
-    resources, watchdog = supervision.resources, supervision.watchdog
+    resources = supervision.resources
+    watchdog = supervision.watchdog
     check_packages(config.tracking)
     if jax.process_count() > 1:
         check_agreement(config, config.processes.barrier)
@@ -70,7 +71,8 @@ def prepare(
     config = setting.config
     assembly = assemble(config, trains=True, devices=setting.devices, job=setting.job)
     assembly.feed.check()
-    is_first, record = jax.process_index() == 0, None
+    is_first = jax.process_index() == 0
+    record = None
     if is_first:
         _hold(directory, assembly, supervision)
         record = check_config(directory, config, assembly.plan, extends=extends is not False)

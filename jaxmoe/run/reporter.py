@@ -140,8 +140,11 @@ class Reporter:
         first_step: int,
         parts: Sequence[StepRecorder] = (),
     ):
-        plan, training = assembly.plan, assembly.plan.config.training
-        self._name, self._directory, self._assembly = name, directory, assembly
+        plan = assembly.plan
+        training = assembly.plan.config.training
+        self._name = name
+        self._directory = directory
+        self._assembly = assembly
         self._parts = parts
         self.skipped = 0
         """Number of steps refused by the guard in this start."""
@@ -359,7 +362,8 @@ def _refused_in_a_row(report: Report, most: int) -> list[list[tuple[int, StepMet
 def _skip_text(refused: list[tuple[int, StepMetrics]]) -> str:
     """Return the message about refused steps, with the cause of the first."""
     (first, metrics), (last, latest) = refused[0], refused[-1]
-    loss, norm = float(metrics.loss), float(metrics.grad_norm)
+    loss = float(metrics.loss)
+    norm = float(metrics.grad_norm)
     limit = math.inf if metrics.norm_limit is None else float(metrics.norm_limit)
     cause = "loss" if not math.isfinite(loss) else "gradient norm or new state"
     cause = f"the {cause} is not finite"

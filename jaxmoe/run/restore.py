@@ -79,7 +79,8 @@ class Lineage:
         skipped: SkippedRows,
         check_config: Callable[[CheckpointManifest], None] | None = None,
     ):
-        self._skipped, self._check_config = skipped, check_config
+        self._skipped = skipped
+        self._check_config = check_config
         self.loader = dataclasses.replace(loader, skipped=skipped)
         """Loader that continues the checkpoint checked last, or a new run."""
 
@@ -178,7 +179,8 @@ def from_checkpoint(search: Search) -> Begun | None:
     Raises:
         CheckpointsLostError: None is whole, and nothing takes the place of what is lost.
     """
-    config, checkpoints = search.config, search.checkpoints
+    config = search.config
+    checkpoints = search.checkpoints
     try:
         restored = checkpoints.restore_newest(
             search.shapes,

@@ -106,7 +106,8 @@ def read_batch(directory: RunDirectory, step: int) -> DumpedBatch:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
-        rows, number = arrays.pop("rows"), int(arrays.pop("step"))
+        rows = arrays.pop("rows")
+        number = int(arrays.pop("step"))
         return DumpedBatch(step=number, rows=rows, batch=Batch.from_arrays(arrays))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a dump of a batch ({error}): remove it") from error

@@ -87,7 +87,8 @@ class Run:
         """How the latest call of `train` or `steps` ended; None before."""
         self._loaded: LoadedRun | None = None
         self._extends = extends
-        self._has_own_data, self._is_on_host = True, False
+        self._has_own_data = True
+        self._is_on_host = False
 
     @classmethod
     def open(
@@ -122,7 +123,8 @@ class Run:
             saved = saved_config(path, initial)
             config = on_data(saved, RunDirectory(path), data, sequence_length, batches)
             run = cls(at_execution(config, path, mesh, cache), path)
-        run._has_own_data, run._is_on_host = config == saved, is_on_host
+        run._has_own_data = config == saved
+        run._is_on_host = is_on_host
         return run
 
     def train(self, supervision: Supervision | None = None) -> TrainResult:
@@ -177,14 +179,16 @@ class Run:
             ConfigurationError: There is no such checkpoint.
         """
         with self.restore(step) as loaded:
-            assembly, state = loaded.assembly, loaded.state
+            assembly = loaded.assembly
+            state = loaded.state
             eval_step = make_eval_step(
                 assembly.plan.model,
                 execution=assembly.execution,
                 objective=assembly.plan.config.training.objective,
             )
             held_out = evaluate(eval_step, state.params, state.router_state, assembly.held_out())
-        bits, per_token = held_out.bits_per_token, assembly.source.bytes_per_token
+        bits = held_out.bits_per_token
+        per_token = assembly.source.bytes_per_token
         return EvaluateResult(
             step=loaded.step,
             num_tokens=held_out.num_tokens,
@@ -243,7 +247,8 @@ class Run:
             law = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
             config = GenerationConfig(length=length, sampling=law, seed=seed, stop=tuple(stop))
             loaded = self._load(step, needs_data=False)
-            assembly, source = loaded.assembly, loaded.assembly.source
+            assembly = loaded.assembly
+            source = loaded.assembly.source
             texts: Any = [prompt] if isinstance(prompt, str | np.ndarray) else prompt
             prompts = texts if isinstance(prompt, np.ndarray) else encode_prompts(source, texts)
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)

@@ -120,9 +120,12 @@ def open_executor(
     Raises:
         ValueError: The model cannot be served, or an adapter is of another model.
     """
-    model, mesh, assembly = loaded.model, loaded.mesh, loaded.assembly
+    model = loaded.model
+    mesh = loaded.mesh
+    assembly = loaded.assembly
     backend = backend_of(model)
-    executor_sizes, config = backend.sizes(sizes, loaded.length), backend.config(sizes)
+    executor_sizes = backend.sizes(sizes, loaded.length)
+    config = backend.config(sizes)
     if not backend.is_spread:
         if not loaded.is_alone or adapters:
             raise ValueError(
@@ -137,7 +140,8 @@ def open_executor(
             execution=ExecutionConfig(precision=assembly.execution.precision),
         )
         return Opened(executor, config, {})
-    params, chats = loaded.params, dict[str, ChatFormat | None]()
+    params = loaded.params
+    chats = dict[str, ChatFormat | None]()
     if adapters:
         if not loaded.is_alone:
             raise ValueError(
@@ -213,7 +217,8 @@ def served_by(
         template: See `open_served`.
         eos: See `open_served`.
     """
-    assembly, directory = loaded.assembly, RunDirectory(loaded.path)
+    assembly = loaded.assembly
+    directory = RunDirectory(loaded.path)
     config = assembly.plan.config
     return Served(
         name=name or str(config.run.name or directory.path.resolve().name),
@@ -240,14 +245,16 @@ def _adapt(
         adapters: Directories by name.
         template: See `open_served`.
     """
-    model, path = loaded.model, loaded.path
+    model = loaded.model
+    path = loaded.path
     if model.adapter is not None or loaded.step is not None:
         raise ValueError(
             f"adapters: run.directory={path} must be a model without an adapter at its newest"
             " checkpoint: name the run that the adapters were trained on, and leave run.step out"
         )
     joint: Any = ADAPTERS["task_lora"]
-    by_name, chats = {}, dict[str, ChatFormat | None]()
+    by_name = {}
+    chats = dict[str, ChatFormat | None]()
     for name, directory in adapters.items():
         joint.check_together(name, saved_config(directory).model.adapter)
         assembly, state, _ = load_run(

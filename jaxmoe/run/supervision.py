@@ -102,8 +102,11 @@ class Watches:
         first_step: int,
         watchdog: Watchdog,
     ):
-        self._directory, self._assembly, self.reporter = directory, assembly, reporter
-        self.spent, self.watchdog = spent, watchdog
+        self._directory = directory
+        self._assembly = assembly
+        self.reporter = reporter
+        self.spent = spent
+        self.watchdog = watchdog
         self.warnings: list[str] = []
         """Warnings of this start."""
         self._outliers: dict[str, OutlierWatch] = {}
@@ -114,7 +117,8 @@ class Watches:
 
     def hooks(self) -> list[Hook]:
         """Return the hooks of the comparisons; the same on every process."""
-        config, hooks = self._assembly.plan.config, list[Hook]()
+        config = self._assembly.plan.config
+        hooks = list[Hook]()
         if jax.process_count() > 1:
             every = config.tracking.print_every
             hooks.append(StragglerHook(self.spent, every=every, report=self.warn))
@@ -202,7 +206,10 @@ class _Timed:
     """A hook whose time is recorded."""
 
     def __init__(self, hook: Hook, spent: Stopwatch, kind: str, after: Callable[..., None] | None):
-        self._hook, self._spent, self._kind, self._after = hook, spent, kind, after
+        self._hook = hook
+        self._spent = spent
+        self._kind = kind
+        self._after = after
         self.name = type(hook).__name__
 
     def is_due(self, step: int) -> bool:

@@ -203,11 +203,14 @@ class Trainer:
         """Make the loop of the steps after `step`, which donates their state, on its mesh."""
         self._assembly = assembly
         assert self._compiled is not None and self._reporter is not None  # by `_open`
-        config, watches, reporter = assembly.plan.config, self._watches, self._reporter
+        config = assembly.plan.config
+        watches = self._watches
+        reporter = self._reporter
         self._saving = make_saving(assembly, self._checkpoints, reporter)
         if self._trace is None or not self._trace.is_written:
             self._trace = make_trace(self._directory, config, step)
-        trace, resources = self._trace, self._loop_resources
+        trace = self._trace
+        resources = self._loop_resources
         step_function = self._compiled
         for part in self._parts:
             step_function = part.around(step_function, assembly, step)
@@ -259,19 +262,22 @@ class Trainer:
 
     def _move(self) -> None:
         """Go on with another mesh, to which the state is moved."""
-        leaves, step = jax.tree.leaves(self._loop.state), self._loop.step
+        leaves = jax.tree.leaves(self._loop.state)
+        step = self._loop.step
         del self._loop  # so that the devices hold one state only
         self._watchdog.beat("resizing", step)
         with self._stopwatch.on(RESIZE):
             moves = (part.move(leaves, step) for part in self._parts)
             moved = next(moved for moved in moves if moved is not None)
         self._watches.on_mesh(moved.assembly)
-        self._compiled, self._compiled_from = moved.compiled, step
+        self._compiled = moved.compiled
+        self._compiled_from = step
         self._begin_loop(moved.assembly, step, moved.state)
 
     def _go_back(self) -> bool:
         """Go on from an earlier step without the data of those refused; False if that cannot be."""
-        assembly, refused = self._assembly, self._loop.refused
+        assembly = self._assembly
+        refused = self._loop.refused
         if refused is None or not assembly.feed.skips_rows:
             return False
         self._checkpoints.check_held()  # the next line writes

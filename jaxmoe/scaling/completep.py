@@ -87,7 +87,8 @@ def completep(
     Raises:
         ValueError: A number of the base point is missing, or the model has other multipliers.
     """
-    options, rule = options or CompletePConfig(), "completep"
+    options = options or CompletePConfig()
+    rule = "completep"
     rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
     rate *= laws.token_factor(budget, base, options.token_exponent, rule)
     wider = model.embed_dim / base.number("embed_dim", rule)

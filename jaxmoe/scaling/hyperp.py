@@ -130,7 +130,8 @@ def hyperp(
         ValueError: A number of the base point is missing, the embeddings are tied, or the model has
             other multipliers.
     """
-    options, rule = options or HyperPConfig(), "hyperp"
+    options = options or HyperPConfig()
+    rule = "hyperp"
     combinations.check(model=model, parameterization=options)
     outer = laws.batch_factor(budget, base, options.batch_exponent, rule)
     outer *= laws.depth_factor(model.num_layers, base, options.depth_exponent, rule)

@@ -167,7 +167,8 @@ def lay_out(model: ModelConfig, params: Any, *, rules: LogicalAxisRules) -> Any:
         params: Nested dict of arrays; frozen parameters may be masked.
         rules: Logical axes to those of the current mesh; nothing moves without an Explicit mesh.
     """
-    axes, place = parameter_table(model).tree(lambda row: row.declaration.axes), Placement(rules)
+    axes = parameter_table(model).tree(lambda row: row.declaration.axes)
+    place = Placement(rules)
     return jax.tree.map(
         lambda axes, leaf: jax.tree.map(lambda array: place.place(array, axes), leaf),
         axes,

@@ -74,7 +74,8 @@ def muonh_vanilla(
     Raises:
         ValueError: The batch of the base point is missing, or the embeddings are tied.
     """
-    options, rule = options or VanillaMuonHConfig(), "muonh_vanilla"
+    options = options or VanillaMuonHConfig()
+    rule = "muonh_vanilla"
     combinations.check(model=model, parameterization=options)
     rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
 

@@ -94,7 +94,8 @@ def standard(
     Raises:
         ValueError: The batch law is on and lacks its numbers.
     """
-    options, rate = options or StandardConfig(), 1.0
+    options = options or StandardConfig()
+    rate = 1.0
     if options.batch_exponent != 0.0:
         if budget is None:
             raise ValueError("parameterization.batch_exponent needs a budget: give one, or set 0")

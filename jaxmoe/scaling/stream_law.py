@@ -17,7 +17,8 @@ import itertools
 
 import numpy as np
 
-_ROUNDS, _POINTS = 60, 9
+_ROUNDS = 60
+_POINTS = 9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,8 @@ def fit_stream_law(parameters: np.ndarray, streams: np.ndarray, losses: np.ndarr
         solution = np.linalg.lstsq(columns, losses, rcond=None)[0]
         return float(np.sum((columns @ solution - losses) ** 2)), solution
 
-    centre, reach = (0.505, 1.0), (0.495, 1.0)
+    centre = (0.505, 1.0)
+    reach = (0.495, 1.0)
     for _ in range(_ROUNDS):
         grids = [
             np.clip(middle + half * np.linspace(-1.0, 1.0, _POINTS), low, high)

@@ -175,7 +175,8 @@ def with_multipliers(model: ModelConfig, multipliers: ForwardMultipliers, rule: 
     """
     default = ForwardMultipliers()
     for field in (field.name for field in dataclasses.fields(ForwardMultipliers)):
-        current, ours = getattr(model.multipliers, field), getattr(multipliers, field)
+        current = getattr(model.multipliers, field)
+        ours = getattr(multipliers, field)
         if current not in (getattr(default, field), ours):
             raise ValueError(
                 f"model.multipliers.{field}={current} would be overwritten: the parameterisation"

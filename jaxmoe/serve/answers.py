@@ -95,7 +95,8 @@ class TextStream:
         """
         self._codec, self._stop = codec, tuple(stop)
         self._tokens = context_of(prompt)
-        self._text, self._shown = "", 0
+        self._text = ""
+        self._shown = 0
         self._before, self._read = 0, len(self._tokens)
         self.is_stopped = False
         """Whether a stop string was found."""

@@ -273,7 +273,8 @@ class BlockPool:
         """
         counts = collections.Counter(page for table in tables for page in table)
         for page in range(self.size):
-            count, name = self._references[page], self._names[page]
+            count = self._references[page]
+            name = self._names[page]
             if count != counts[page]:
                 raise AssertionError(f"page {page}: {count} references, in {counts[page]} tables")
             places = (page in self._blank, page in self._cached, count > 0)
@@ -325,7 +326,8 @@ class BlockPool:
 
         Pages without a name go first, and of groups with names the least recently used one.
         """
-        size, page = groups.size, -1 if after is None else after + 1
+        size = groups.size
+        page = -1 if after is None else after + 1
         if page // size in groups.blank or (page % size and page in self._blank):
             return page
         if groups.blank:

@@ -119,7 +119,8 @@ class Draft:
 
     def admit(self, sequence: Sequence) -> bool:
         """Admit a waiting sequence if there is a place and pages for all its tokens."""
-        view, size = self.view, self.view.facts.page_size
+        view = self.view
+        size = self.view.facts.page_size
         if self.num_running >= view.facts.max_running:
             return False
         if any(away.rank < sequence.rank for away in self._away):
@@ -149,7 +150,8 @@ class Draft:
         return Plan(lanes, *moves, wake)
 
     def _restore(self) -> None:
-        facts, swapped = self.view.facts, self.view.swapped
+        facts = self.view.facts
+        swapped = self.view.swapped
         for number, sequence in enumerate(swapped):
             pages = num_pages(sequence.computed, facts.page_size)
             is_alone = self.num_running == 0

@@ -61,7 +61,8 @@ class Engine:
         Raises:
             ValueError: A policy needs what the executor lacks.
         """
-        self.config, self._codec = config or EngineConfig(), codec
+        self.config = config or EngineConfig()
+        self._codec = codec
         self._streams: dict[int, AnswerStream] = {}
         self._followers: dict[int, list[AnswerStream]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -92,7 +93,8 @@ class Engine:
     @property
     def metrics(self) -> EngineMetrics:
         """Numbers of all instances after the last step."""
-        totals, offered = total(self.instance_metrics), self._members.num_offered
+        totals = total(self.instance_metrics)
+        offered = self._members.num_offered
         return dataclasses.replace(
             totals,
             num_waiting=totals.num_waiting + offered,

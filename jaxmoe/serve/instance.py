@@ -70,7 +70,8 @@ class Instance:
 
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be served, None if it can."""
-        facts, length = self.facts, len(request.prompt)
+        facts = self.facts
+        length = len(request.prompt)
         if request.id in self.queues.sequences:
             return f"id={request.id} is already being served: give another id"
         if length >= facts.max_length:
@@ -96,7 +97,8 @@ class Instance:
         if message is not None:
             return self.refuse(request, message)
         order = self.queues.submitted
-        size, tokens = self.facts.page_size, list(request.prompt)
+        size = self.facts.page_size
+        tokens = list(request.prompt)
         self.queues.add(
             Sequence(request=request, order=order, arrived=now, page_size=size, tokens=tokens)
         )
@@ -207,7 +209,8 @@ class Instance:
         if steps:
             moved = {"out": out, "back": back, "copies": tuple(self.copies)}
             steps[0] = dataclasses.replace(steps[0], **moved, dropped=tuple(self.dropped))
-            self.copies, self.dropped = [], []
+            self.copies = []
+            self.dropped = []
         self.flying |= {step.number: step for step in steps}
         return tuple(steps)
 
@@ -249,7 +252,9 @@ class Instance:
             sequence.is_busy = False
             ends.append(self.end(sequence, "error", message))
         self.pool.forget()
-        self.host, self.copies, self.dropped = self._no_copies(), [], []
+        self.host = self._no_copies()
+        self.copies = []
+        self.dropped = []
         self.check()
         return tuple(ends)
 
@@ -302,7 +307,9 @@ class Instance:
         sequence.preempted += 1
         pages = tuple(sequence.pages)
         self.pool.give(sequence.pages)
-        sequence.pages, sequence.named, sequence.layers_done = [], 0, 0
+        sequence.pages = []
+        sequence.named = 0
+        sequence.layers_done = 0
         if kind == "recompute":
             sequence.computed = 0
         sequence.state = "waiting" if kind == "recompute" else "swapped"
@@ -327,7 +334,8 @@ class Instance:
         sequence.computed = len(hits) * self.facts.page_size
         self.num_cached += sequence.computed
         if sequence.admitted is None:
-            sequence.admitted, sequence.cached = now, sequence.computed
+            sequence.admitted = now
+            sequence.cached = sequence.computed
         sequence.state = "running"
         self.queues.enter(sequence)
 
@@ -356,7 +364,8 @@ class Instance:
 
     def _work(self, id_: int, count: int, layers: tuple[int, int] | None) -> Work:
         sequence = self.queues.running[id_]
-        start, size = sequence.computed, self.facts.page_size
+        start = sequence.computed
+        size = self.facts.page_size
         self._grow(sequence, start + count)
         written = sequence.pages[start // size : num_pages(start + count, size)]
         if not all(map(self.pool.is_writable, written)):

@@ -98,7 +98,9 @@ class Members:
         ]
         self.num_flying = 0
         """Calls of executors that have not ended."""
-        self._clock, self._post, self._publish = clock, post, publish
+        self._clock = clock
+        self._post = post
+        self._publish = publish
 
     @property
     def num_offered(self) -> int:

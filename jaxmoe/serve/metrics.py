@@ -175,7 +175,8 @@ class Meter:
         """
         while self._recent and self._recent[0][0] < now - _SECONDS:
             self._num_recent -= self._recent.popleft()[1]
-        queues, pool = instance.queues, instance.pool
+        queues = instance.queues
+        pool = instance.pool
         seconds = min(max(now - self._begun, 1e-3), _SECONDS)
         return EngineMetrics(
             num_waiting=len(queues.waiting) + len(queues.swapped),

@@ -20,7 +20,8 @@ from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.engine import Engine, EngineConfig
 from jaxmoe.serve.requests import EndReason, Sampling
 
-_LENGTHS, _MOST = 128, 16
+_LENGTHS = 128
+_MOST = 16
 """Multiple to which lengths are rounded up, and prompts that are continued at a time at most."""
 
 

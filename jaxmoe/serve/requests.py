@@ -115,7 +115,8 @@ def check_numbers(request: Request, num_ids: int) -> None:
     Raises:
         ValueError: An id outside the vocabulary, or a seed out of range.
     """
-    least, most = min(request.prompt), max(request.prompt)
+    least = min(request.prompt)
+    most = max(request.prompt)
     if least < 0 or most >= num_ids:
         raise ValueError(
             f"prompt holds the ids {least} to {most}, and the model has ids 0 to {num_ids - 1}: use"

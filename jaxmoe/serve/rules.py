@@ -28,7 +28,9 @@ class _Check:
     """One plan with the state it starts from."""
 
     def __init__(self, plan: Plan, view: InstanceView, policy: str):
-        self.plan, self.view, self.policy = plan, view, policy
+        self.plan = plan
+        self.view = view
+        self.policy = policy
         self.ledger = view.ledger()
         self.running = {sequence.id: sequence for sequence in view.running}
         self.left = {sequence.id: sequence.left for sequence in view.running}
@@ -52,7 +54,9 @@ class _Check:
             raise PlanError(self.policy, rule, detail)
 
     def check_movements(self) -> None:
-        plan, view, facts = self.plan, self.view, self.view.facts
+        plan = self.plan
+        view = self.view
+        facts = self.view.facts
         moved = [*plan.admit, *plan.restore, *(eviction.id for eviction in plan.evict)]
         self.require("once", len(set(moved)) == len(moved), f"{moved} names a sequence twice")
         for eviction in plan.evict:
@@ -86,7 +90,8 @@ class _Check:
         self.ledger.take(num_pages)
 
     def check_lanes(self) -> None:
-        plan, view = self.plan, self.view
+        plan = self.plan
+        view = self.view
         numbers = [lane.number for lane in plan.lanes]
         self.require(
             "lane",
@@ -111,7 +116,8 @@ class _Check:
         num_left = self.count(piece.id)
         detail = f"{piece.count} tokens of sequence {piece.id}, which has {num_left} left"
         self.require("count", 1 <= piece.count <= num_left, detail)
-        sequence, layers = self.running[piece.id], piece.layers
+        sequence = self.running[piece.id]
+        layers = piece.layers
         done = sequence.layers_done
         if layers is None:
             self.require("layers", done == 0, f"sequence {piece.id} is at layer {done}")

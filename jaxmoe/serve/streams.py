@@ -22,7 +22,9 @@ class AnswerStream:
         on_event: Callable[[Answer], None] | None,
         cancel: Callable[[int], None],
     ):
-        self.request, self._text, self._cancel = request, text, cancel
+        self.request = request
+        self._text = text
+        self._cancel = cancel
         self._events: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._on_event = on_event or self._events.put
         self._submitted = time.monotonic()
@@ -63,7 +65,8 @@ class AnswerStream:
         self._last = time.monotonic()
         self._first = self._last if self._first is None else self._first
         self._num_generated += 1
-        result, is_end = token.result, token.result.token in self.request.sampling.stop_ids
+        result = token.result
+        is_end = token.result.token in self.request.sampling.stop_ids
         new = "" if is_end else self._text.add(result.token)
         self._on_event(
             Generated(
@@ -79,7 +82,8 @@ class AnswerStream:
 
     def end(self, end: End) -> Ended:
         """Publish the end, and return it. For the engine alone."""
-        last_text, num_later = self._text.finish(), self._num_generated - 1
+        last_text = self._text.finish()
+        num_later = self._num_generated - 1
         ttft = tpot = None
         if self._first is not None and self._last is not None:
             ttft = self._first - self._submitted

@@ -155,9 +155,11 @@ def _draw(axes: Any, line: Line, x: np.ndarray, y: np.ndarray) -> None:
 
 def _limits(values: np.ndarray, *, is_log: bool, from_zero: bool) -> tuple[float, float]:
     """Return the range of the vertical axis with a margin of 6 %."""
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if is_log:
-        low, high = math.log10(low), math.log10(high)
+        low = math.log10(low)
+        high = math.log10(high)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
     bottom = 0.0 if from_zero and not is_log and low >= 0.0 else low - margin
     top = high + margin

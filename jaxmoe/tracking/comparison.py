@@ -245,7 +245,8 @@ def at_equal_cost(
 
 def _switch(runs: Sequence[ComparedRun]) -> str:
     """Return the four charts, of which one is shown, without a script."""
-    buttons, views = [], []
+    buttons = []
+    views = []
     for number, axis in enumerate(AXES):
         checked = " checked" if number == 0 else ""
         buttons.append(
@@ -258,7 +259,8 @@ def _switch(runs: Sequence[ComparedRun]) -> str:
 
 def _chart(runs: Sequence[ComparedRun], axis: _StepAxis) -> str:
     unit, metric = bits_unit(runs)
-    lines, absent = [], []
+    lines = []
+    absent = []
     for color, run in enumerate(runs):
         steps, bits = training_bits(run, unit)
         x = axis.position(run, steps)

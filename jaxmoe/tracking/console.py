@@ -78,7 +78,8 @@ class TimeLeft:
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float]):
-        self._total_steps, self._clock = total_steps, clock
+        self._total_steps = total_steps
+        self._clock = clock
         self._start: tuple[int, float] | None = None
 
     def at(self, step: int) -> float | None:

@@ -60,7 +60,8 @@ class HistoryRecorder:
         self._steps.append(int(step))
         self._rows.append(row)
         if len(self._steps) > MAX_RECORDS:
-            self._steps, self._rows = self._steps[::2], self._rows[::2]
+            self._steps = self._steps[::2]
+            self._rows = self._rows[::2]
 
     def sampled(self, number: int) -> History:
         """Return at most `number` of the records, evenly spaced, the newest included."""

@@ -41,7 +41,8 @@ LOAD_IMAGE_CAPTION = (
 
 UNIT = 64
 """Levels per fair share; 255 levels reach 3.98 fair shares."""
-_LOW, _HIGH = (37, 99, 168), (205, 62, 40)
+_LOW = (37, 99, 168)
+_HIGH = (205, 62, 40)
 
 STYLE = """
 .loads { display: grid; grid-template-columns: auto 1fr; gap: 0.25rem 0.6rem; }

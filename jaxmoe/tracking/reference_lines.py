@@ -41,7 +41,8 @@ def loss_limits(
     losses = np.concatenate([*(y for _, y in curves), lines])
     if not losses.size:
         return None
-    low, top = float(losses.min()), float(losses.max())
+    low = float(losses.min())
+    top = float(losses.max())
     ends = [end for x, _ in curves if x.size for end in (x[0], x[-1])]
     first = min(ends) + _FIRST_STEPS * (max(ends) - min(ends)) if ends else 0.0
     later = np.concatenate([*(y[x >= first] for x, y in curves), lines])
@@ -60,7 +61,8 @@ def note_cut_start(axes: Any, curve: Curve, color: str, size: float) -> None:
         color: Colour of the text.
         size: Font size in points.
     """
-    x, y = curve[0][np.isfinite(curve[1])], curve[1][np.isfinite(curve[1])]
+    x = curve[0][np.isfinite(curve[1])]
+    y = curve[1][np.isfinite(curve[1])]
     top = axes.get_ylim()[1]
     if not y.size or y[0] <= top:
         return

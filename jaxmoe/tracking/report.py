@@ -360,7 +360,8 @@ def _goodput(goodput: Mapping[str, Any]) -> str:
     ]
     rows.append(("all", format_duration(wall), "100.0%", ""))
     table = html_page.table(("where the time went", "time", "share", "meaning"), rows)
-    starts, lost = goodput["starts"], goodput["lost_steps"]
+    starts = goodput["starts"]
+    lost = goodput["lost_steps"]
     text = (
         f"goodput {goodput['share']:.1%} (share of the training steps that count);"
         f" {starts} start{'s' * (starts != 1)}; {lost} step{'s' * (lost != 1)} repeated"

@@ -38,7 +38,8 @@ def binned(
         Edges [bins + 1] in steps, and means [bins ...].
     """
     bins = min(len(steps), max_bins)
-    first, last = float(steps[0]), float(max(steps[-1], steps[0] + 1))
+    first = float(steps[0])
+    last = float(max(steps[-1], steps[0] + 1))
     edges = np.linspace(first, last, bins + 1)
     index = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, bins - 1)
     means = np.empty((bins, *values.shape[1:]))
@@ -61,7 +62,8 @@ def thinned(x: np.ndarray, y: np.ndarray, max_points: int = 600) -> tuple[np.nda
     """
     finite = np.flatnonzero(np.isfinite(y))
     if len(finite) < len(y) and len(y) > max_points:
-        x, y = x[finite], y[finite]
+        x = x[finite]
+        y = y[finite]
     if len(y) <= max_points:
         return x, y
     stretches = np.array_split(np.arange(len(y)), max(1, max_points // 2))

@@ -264,9 +264,11 @@ class TerminalView:
         metrics = self.metrics
         if LOSS not in metrics:
             return [[("compiled; the first steps are under way", "bright_black")]]
-        held_out, unit = BITS_PER_BYTE, " bits/byte"
+        held_out = BITS_PER_BYTE
+        unit = " bits/byte"
         if held_out not in metrics:
-            held_out, unit = BITS_PER_TOKEN, " bits/token"
+            held_out = BITS_PER_TOKEN
+            unit = " bits/token"
         spelled = [
             ("loss", LOSS, "{:.4f}".format, ""),
             ("held out", held_out, "{:.4f}".format, unit),

@@ -56,7 +56,8 @@ class TrackioTracker:
     """Passes numbers, texts, histograms and images to Trackio."""
 
     def __init__(self, trackio: Any, run: Any):
-        self._trackio, self._run = trackio, run
+        self._trackio = trackio
+        self._run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one record."""

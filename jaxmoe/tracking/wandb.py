@@ -73,7 +73,8 @@ class WandbTracker:
     """Passes numbers, texts, histograms and images to Weights & Biases."""
 
     def __init__(self, wandb: Any, run: Any):
-        self._wandb, self._run = wandb, run
+        self._wandb = wandb
+        self._run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one record."""

@@ -119,10 +119,12 @@ def accumulate(
         return gradients_of(single, 1.0, None)
     parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), single)
     parts = dataclasses.replace(parts, kept=kept)
-    first, later = jax.tree.map(lambda a: a[0], parts), jax.tree.map(lambda a: a[1:], parts)
+    first = jax.tree.map(lambda a: a[0], parts)
+    later = jax.tree.map(lambda a: a[1:], parts)
     if batch.level is not None:
         return _accumulate_used(gradients_of, parts, statistics_of)
-    share, summed = 1.0 / accumulation, None
+    share = 1.0 / accumulation
+    summed = None
     if statistics_of is not None:
         summed, _ = jax.lax.scan(
             lambda total, part: (total + statistics_of(part), None), statistics_of(first), later

@@ -82,8 +82,10 @@ def chunked_loss(
         objective: Loss of a token and range of its predictions.
         has_rows: Whether to sum each row.
     """
-    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
-    vocab_axes, gathered = placement.mesh_axes(ax.ACT_VOCAB), stream_positions(placement)
+    placement = execution.placement
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
+    gathered = stream_positions(placement)
     sequence_axes = placement.mesh_axes(ax.ACT_SEQ_INNER)
     local_chunk = chunk // sequence_ranks(placement)
     num_predicted = objective.num_predicted(model)

@@ -53,7 +53,9 @@ def batch_gradients(
     Returns:
         The sum of the loss weights, and the sums over the micro-batches.
     """
-    model, execution, objective = step.model, step.execution, step.objective
+    model = step.model
+    execution = step.execution
+    objective = step.objective
     weight = objective.num_tokens(batch)
     key = jax.random.fold_in(state.rng, state.step)
     batch = objective.prepare(model, batch, key, execution.placement)
@@ -136,7 +138,8 @@ def compute_gradients(
         whole: Gathered parameters, with a layout that gathers them once a step.
         backward: How the loss is differentiated.
     """
-    model, table = step.model, step.table
+    model = step.model
+    table = step.table
 
     def loss_of(
         trained: Any, view: View | None = None
@@ -145,7 +148,8 @@ def compute_gradients(
         nll, rows, output = _forward(
             step, params, state, micro, whole, has_rows=step.reads_rows, view=view
         )
-        loss, losses = nll / total_weight, output.losses
+        loss = nll / total_weight
+        losses = output.losses
         if output.statistics is not None and others is not None and is_whole:
             wide = linearized_losses(model, output.statistics, others, share)
             losses = {name: share * value for name, value in losses.items()} | wide

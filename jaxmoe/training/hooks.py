@@ -64,8 +64,10 @@ class EvaluateHook:
         last_step: int,
         report: Callable[[int, Evaluation], None],
     ):
-        self._eval_step, self._batches = eval_step, batches
-        self._every, self._last_step = every, last_step
+        self._eval_step = eval_step
+        self._batches = batches
+        self._every = every
+        self._last_step = last_step
         self._report = report
 
     def is_due(self, step: int) -> bool:
@@ -94,7 +96,8 @@ class RefreshHook:
 
     def __init__(self, first_step: int, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._last, self._steps = (first_step, clock()), 1
+        self._last = (first_step, clock())
+        self._steps = 1
 
     def is_due(self, step: int) -> bool:
         """Return whether about a second has passed."""
@@ -132,7 +135,8 @@ class Trace:
         """End the trace of a run that ended within it."""
         if self._is_running:
             jax.profiler.stop_trace()
-            self._is_running, self.is_written = False, True
+            self._is_running = False
+            self.is_written = True
 
     def _start(self, state: TrainState | None) -> None:
         jax.block_until_ready(state)
@@ -150,7 +154,8 @@ class _TraceBorder:
     is_local = True
 
     def __init__(self, step: int, function: Callable[[TrainState | None], None]):
-        self._step, self._function = step, function
+        self._step = step
+        self._function = function
 
     def is_due(self, step: int) -> bool:
         """Return whether this is the step."""

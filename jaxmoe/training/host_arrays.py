@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_HOST = jax.memory.Space.Host
+_DEVICE = jax.memory.Space.Device
 
 
 def is_on_host(leaf: Array) -> bool:

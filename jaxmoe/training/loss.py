@@ -65,8 +65,10 @@ def summed_loss(
         The total, and the sums of the rows or None.
     """
     objective = objective or NextTokenConfig()
-    weights, extra = jnp.asarray(batch.loss_weights), jax.tree.map(jnp.asarray, batch.extra)
-    targets, inputs = jnp.asarray(batch.targets), TokenGiven(weights=weights, extra=extra)
+    weights = jnp.asarray(batch.loss_weights)
+    extra = jax.tree.map(jnp.asarray, batch.extra)
+    targets = jnp.asarray(batch.targets)
+    inputs = TokenGiven(weights=weights, extra=extra)
     chunk = chunk_length(execution, hidden.shape[1])
     if chunk < hidden.shape[1]:
         return chunked_loss(
@@ -80,7 +82,8 @@ def summed_loss(
             objective=objective,
             has_rows=has_rows,
         )
-    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    placement = execution.placement
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     nll = _all_nll(hidden, weight, targets, model, execution, objective)
     losses = objective.token_loss(nll, jax.tree.map(partial(_place, placement, rows), inputs))
     return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
@@ -95,7 +98,8 @@ def _all_nll(
     objective: Objective,
 ) -> Float[Array, "B S"]:
     """Return the negative log-likelihood of all targets, from all logits at once."""
-    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    placement = execution.placement
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
     region = placement.region(
         lambda logits, targets, batch_axes: token_nll(logits, targets, axes=vocab_axes),
@@ -146,7 +150,8 @@ def token_log_probs(
         has_logits=False,
         router_state=router_state,
     )
-    arguments, targets = (model, execution, objective), jnp.asarray(batch.targets)
+    arguments = (model, execution, objective)
+    targets = jnp.asarray(batch.targets)
     return -_all_nll(output.hidden, head_weight(params, model), targets, *arguments)
 
 

@@ -80,7 +80,9 @@ def _over_workers(metrics: StepMetrics) -> StepMetrics:
     """Return the metrics of one step of all workers, [R ...], as those of one."""
     if np.ndim(metrics.loss) == 0:
         return metrics
-    in_a_row, losses, tokens = metrics.skipped_in_a_row, metrics.loss, metrics.num_tokens
+    in_a_row = metrics.skipped_in_a_row
+    losses = metrics.loss
+    tokens = metrics.num_tokens
     mean = jax.tree.map(
         lambda x: np.mean(x, axis=0), replace(metrics, skipped_in_a_row=np.zeros(1))
     )

@@ -34,7 +34,9 @@ from jaxmoe.models.transformer import forward
 from jaxmoe.training.cross_entropy import token_nll
 from sharding import axes as ax
 
-_SHAPES, _SHORTEST, _PIECE = 4, 32, 8
+_SHAPES = 4
+_SHORTEST = 32
+_PIECE = 8
 
 
 class Scorer:
@@ -73,10 +75,13 @@ class Scorer:
                 f"max_length={max_length} must be at least 2, and batch_size={batch_size} at least"
                 " 1"
             )
-        self.max_length, self.batch_size = max_length, batch_size
+        self.max_length = max_length
+        self.batch_size = batch_size
         self.num_truncated = 0
         """Number of rows that were truncated on the left."""
-        self._model, self._params, self._router_state = model, params, router_state
+        self._model = model
+        self._params = params
+        self._router_state = router_state
         self._execution = WholeRowsConfig.of(execution or ExecutionConfig())
         axes = self._execution.placement.mesh_axes(ax.ACT_BATCH)
         sizes = jax.sharding.get_abstract_mesh().shape if axes else {}
@@ -126,11 +131,15 @@ class Scorer:
             ValueError: An empty context, or one that does not fit beside `max_tokens`.
         """
         prompt = self.cut(context, max_tokens)
-        cache, num_read, token, written = self._empty(), 0, 0, list[int]()
+        cache = self._empty()
+        num_read = 0
+        token = 0
+        written = list[int]()
         while prompt:
             piece = max(_PIECE**power for power in range(8) if _PIECE**power <= len(prompt))
             token, cache = self._read(prompt[:piece], num_read, cache)
-            prompt, num_read = prompt[piece:], num_read + piece
+            prompt = prompt[piece:]
+            num_read = num_read + piece
         while True:
             written.append(token)
             if len(written) == max_tokens or is_done(written):

@@ -126,7 +126,8 @@ def state_around(
         gradients: How a step gets its gradient, which may have a state; backpropagation when None.
         parts: Parts of the step beside those that the model brings.
     """
-    opt_state, states = {}, {}
+    opt_state = {}
+    states = {}
     if optimizer is not None:
         if model.adapter is not None:
             estimator_state = jax.random.fold_in(key, 3)
@@ -212,8 +213,11 @@ class CheckedStep:
     """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
 
     def __init__(self, jitted: Any, vocab_size: int):
-        self._jitted, self._vocab_size, self._has_run = jitted, vocab_size, False
-        self.lower, self.trace = jitted.lower, jitted.trace
+        self._jitted = jitted
+        self._vocab_size = vocab_size
+        self._has_run = False
+        self.lower = jitted.lower
+        self.trace = jitted.trace
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Return the next state and metrics."""

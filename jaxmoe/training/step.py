@@ -189,7 +189,8 @@ class Step:
 
     def clipped(self, grads: Any) -> Clipped:
         """Return gradients with a norm of at most `clip`; those in host memory stay as they are."""
-        norm, scale = global_norm(grads), jnp.ones(())
+        norm = global_norm(grads)
+        scale = jnp.ones(())
         if self.clip is not None and self.gradients.clips == "norm":
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
@@ -223,7 +224,8 @@ class Step:
             clipped: Clipped gradients.
             update: Results of the optimiser.
         """
-        before, summed = state, gradients.summed
+        before = state
+        summed = gradients.summed
         new = (update.params, update_routers(self.model, state, summed.statistics))
         is_good = self.may_update(state, summed.loss, clipped.norm)
         is_good &= all_finite(new[1]) & update.is_finite(self.optimizer)

@@ -57,7 +57,8 @@ class Stopwatch:
         clock: Callable[[], float] = time.perf_counter,
         already: float = 0.0,
     ):
-        self._clock, self._kind = clock, kind
+        self._clock = clock
+        self._kind = kind
         self._since = clock()
         self._seconds: dict[str, float] = {kind: already}
 
@@ -82,9 +83,11 @@ class Stopwatch:
         return sum(self.seconds.values())
 
     def _switch(self, kind: str) -> str:
-        now, before = self._clock(), self._kind
+        now = self._clock()
+        before = self._kind
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
-        self._kind, self._since = kind, now
+        self._kind = kind
+        self._since = now
         return before
 
 

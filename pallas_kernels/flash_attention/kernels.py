@@ -85,7 +85,8 @@ def _backward(rules, kernels, residuals, gradients):
     d_out, d_lse = gradients
     # lse is a constant where a query sees no key.
     delta = softmax_delta(out, d_out) - jnp.where(jnp.isfinite(lse), d_lse, 0.0)
-    operands, gradient = AttentionOperands(q, k, v, tokens, rules), OutGradient(d_out, lse, delta)
+    operands = AttentionOperands(q, k, v, tokens, rules)
+    gradient = OutGradient(d_out, lse, delta)
     gradients = kernels.differentiate(operands, gradient)
     return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
 

@@ -27,7 +27,9 @@ import numpy as np
 from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 
-HIDDEN, MASKED, WHOLE = 0, 1, 2
+HIDDEN = 0
+MASKED = 1
+WHOLE = 2
 
 # Larger tables are computed on the device: constants make programs large.
 MAX_CONSTANT = 2**16
@@ -62,11 +64,14 @@ def kinds_of_blocks(
     np_or_jnp = np if is_constant else jnp
     q_low, q_high = _bounds(tokens.q_positions, lengths[0], blocks[0], np_or_jnp)
     k_low, k_high = _bounds(tokens.kv_positions, lengths[1], blocks[1], np_or_jnp)
-    q_low, q_high = q_low[:, :, None], q_high[:, :, None]
-    k_low, k_high = k_low[:, None, :], k_high[:, None, :]
+    q_low = q_low[:, :, None]
+    q_high = q_high[:, :, None]
+    k_low = k_low[:, None, :]
+    k_high = k_high[:, None, :]
 
     # nearest <= q - k <= farthest for every pair of tokens.
-    nearest, farthest = q_low - k_high, q_high - k_low
+    nearest = q_low - k_high
+    farthest = q_high - k_low
     is_hidden = np_or_jnp.zeros(nearest.shape, bool)
     is_whole = np_or_jnp.ones(nearest.shape, bool)
     if rules.causal:
@@ -78,8 +83,10 @@ def kinds_of_blocks(
     if tokens.q_segment_ids is not None and tokens.kv_segment_ids is not None:
         q_low, q_high = _bounds(tokens.q_segment_ids, lengths[0], blocks[0], np_or_jnp)
         k_low, k_high = _bounds(tokens.kv_segment_ids, lengths[1], blocks[1], np_or_jnp)
-        q_low, q_high = q_low[:, :, None], q_high[:, :, None]
-        k_low, k_high = k_low[:, None, :], k_high[:, None, :]
+        q_low = q_low[:, :, None]
+        q_high = q_high[:, :, None]
+        k_low = k_low[:, None, :]
+        k_high = k_high[:, None, :]
         is_hidden = is_hidden | (q_high < k_low) | (k_high < q_low)
         is_whole = is_whole & (q_low == k_high) & (q_high == k_low)
     is_full = (np_or_jnp.arange(counts[1]) + 1) * blocks[1] <= lengths[1]

@@ -111,7 +111,8 @@ def _tiers(sizes: _XlaSizes, num_keys: int, tokens: Tokens, rules: Rules) -> lis
 
 def _prepare(operands: AttentionOperands) -> tuple[_XlaSizes, list[_Tier], _Queries, _Keys]:
     q, k, v, tokens, rules = operands
-    sizes, num_keys = _XlaSizes.of(q, k), k.shape[1]
+    sizes = _XlaSizes.of(q, k)
+    num_keys = k.shape[1]
 
     def by_query(x: Array) -> Array:
         x = jnp.broadcast_to(x, (sizes.b, sizes.s))[:, :, None]
@@ -207,7 +208,8 @@ def attend(operands: AttentionOperands) -> tuple[Float[Array, "B S N Hv"], Float
     sizes, tiers, queries, keys = _prepare(operands)
 
     def one_head(keys: _Keys, queries: _Queries) -> tuple[Array, Array]:
-        outs, lses = [], []
+        outs = []
+        lses = []
         for tier in tiers:
             seen = _pick(tier.keys, keys)
             out, lse = jax.lax.map(

@@ -31,7 +31,8 @@ ROWS = 64
 # Bytes of shared memory of a program: 227 KiB, less 1 KiB for barriers and alignment.
 SHARED = 226 * 1024
 # The 64 Ki registers of a multiprocessor: 2 x 128 x 232 + 128 x 40.
-REGISTERS_COMPUTING, REGISTERS_LOADING = 232, 40
+REGISTERS_COMPUTING = 232
+REGISTERS_LOADING = 40
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200 in a server."""
 
@@ -428,7 +429,8 @@ def call(
     indices = [i for i, kind in enumerate(scratch) if kind is not None]
 
     def body(*refs):
-        arguments, last = refs[: len(refs) - len(indices)], refs[len(refs) - len(indices) :]
+        arguments = refs[: len(refs) - len(indices)]
+        last = refs[len(refs) - len(indices) :]
         filled = dict(zip(indices, last, strict=True))
         kernel(*arguments, *(filled.get(i) for i in range(len(scratch))))
 

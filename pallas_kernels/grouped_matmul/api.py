@@ -122,7 +122,8 @@ def grouped_matmul(
     group_sizes = sizes_within(rows.shape[0], group_sizes)
     if isinstance(weights, MixedArray):
         assert not isinstance(rows, QuantizedArray)  # checked above
-        rows, weights = round_group_activations(rows, weights, group_sizes), weights.weights
+        rows = round_group_activations(rows, weights, group_sizes)
+        weights = weights.weights
     operands = (rows, weights, group_sizes)
     rows, weights, group_sizes = match_varying(operands, operands)
     if 0 in (*rows.shape, *weights.shape):
@@ -170,7 +171,8 @@ def grouped_outer(
     if length is None or rows.shape[0] <= length:
         return contract(rows, others, group_sizes, out_dtype=out_dtype)
     # int32 may overflow over so many rows: parts are added in float32.
-    out, ends = jnp.float32(0.0), jnp.cumsum(group_sizes)
+    out = jnp.float32(0.0)
+    ends = jnp.cumsum(group_sizes)
     for start in range(0, rows.shape[0], length):
         stop = min(start + length, rows.shape[0])
         sizes = jnp.diff(jnp.clip(ends, start, stop), prepend=start)

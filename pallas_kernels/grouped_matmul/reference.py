@@ -21,7 +21,8 @@ def grouped_matmul(
     out_dtype: Any,
 ) -> Float[Array, "R n"]:
     """Return what `pallas_kernels.grouped_matmul` returns."""
-    wide, matrices = constant(rows), constant(weights)
+    wide = constant(rows)
+    matrices = constant(weights)
     if isinstance(weights, QuantizedArray):
         wide = wide.astype(jnp.float32)
     is_own = _is_own(rows.shape[0], group_sizes)
@@ -40,7 +41,8 @@ def grouped_outer(
     out_dtype: Any,
 ) -> Float[Array, "G k n"]:
     """Return what `pallas_kernels.grouped_outer` returns."""
-    rows, others = constant(rows), constant(others)
+    rows = constant(rows)
+    others = constant(others)
     is_own = _is_own(rows.shape[0], group_sizes)[:, :, None]
     rows, others = (jnp.where(is_own, x[None], jnp.zeros_like(x)[None]) for x in (rows, others))
     out = jnp.einsum("grk,grn->gkn", rows, others, preferred_element_type=jnp.float32)

@@ -95,7 +95,8 @@ def _in_one_layout(
 
 
 def _forward(rows, gate_up, down, group_sizes):
-    layout, w_in = lay_out(rows.shape[0], group_sizes), _flat(gate_up)
+    layout = lay_out(rows.shape[0], group_sizes)
+    w_in = _flat(gate_up)
 
     def project(x: Array, matrices: Array) -> Array:
         return _dot("crk,ckz->crz", x, matrices).astype(rows.dtype)
@@ -111,13 +112,12 @@ def _forward(rows, gate_up, down, group_sizes):
 
 def _backward(residuals, d_out):
     rows, z, gate_up, down, group_sizes = residuals
-    layout, w_in = lay_out(rows.shape[0], group_sizes), _flat(gate_up)
+    layout = lay_out(rows.shape[0], group_sizes)
+    w_in = _flat(gate_up)
 
     def add_block(sums: tuple[Array, ...], group: Array, block: RowBlock) -> tuple[Array, ...]:
-        block_rows, matrices = (
-            block.of(rows)[None],
-            (matrix_of(w_in, group), matrix_of(down, group)),
-        )
+        block_rows = block.of(rows)[None]
+        matrices = (matrix_of(w_in, group), matrix_of(down, group))
         z = _dot("crk,ckz->crz", block_rows, matrices[0]).astype(rows.dtype)
         d_own, *d_matrices = _gradients(block_rows, z, block.new_of(d_out)[None], *matrices)
         # Rows of the block before have their gradient already.

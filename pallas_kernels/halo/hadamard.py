@@ -117,7 +117,8 @@ def _factors(order: int) -> tuple[int, ...] | None:
     base = _base(order)
     if base == 0:
         return None
-    twos, sizes = (order // base).bit_length() - 1, []
+    twos = (order // base).bit_length() - 1
+    sizes = []
     while twos or not sizes:
         first = 1 if sizes else base
         most = max(0, (_LARGEST_FACTOR // first).bit_length() - 1)
@@ -155,7 +156,8 @@ def _paley(order: int) -> np.ndarray:
     identity = np.eye(prime + 1, dtype=np.int64)
     if rule == 1:
         return (core + identity).astype(np.int8)
-    signs, corner = np.array([[1, 1], [1, -1]]), np.array([[1, -1], [-1, -1]])
+    signs = np.array([[1, 1], [1, -1]])
+    corner = np.array([[1, -1], [-1, -1]])
     return (np.kron(core, signs) + np.kron(identity, corner)).astype(np.int8)
 
 

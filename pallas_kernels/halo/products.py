@@ -74,7 +74,8 @@ def project(
         into_activations=partial(_into_tokens, halo=halo, implementation=implementation),
         into_weight=partial(_dense, implementation=implementation),
     )
-    num_batch_dims, width = x.ndim - weight.contracted, weight.carrier.shape[0]
+    num_batch_dims = x.ndim - weight.contracted
+    width = weight.carrier.shape[0]
     rows = x.reshape(math.prod(x.shape[:num_batch_dims]), width)
     y = _multiply(rows, weight, None, halo, dtype or x.dtype, products)
     return y.reshape(*x.shape[:num_batch_dims], *weight.outputs)
@@ -131,7 +132,8 @@ def _multiply(
     products: _HaloProducts,
 ) -> Array:
     """Return x times the weight; its gradients are the other two products."""
-    block, dtypes = weight.block, (x.dtype, weight.carrier.dtype)
+    block = weight.block
+    dtypes = (x.dtype, weight.carrier.dtype)
 
     def forward(
         x: Array, codes: Codes, carrier: Array, sizes: Array | None
@@ -194,7 +196,8 @@ def _outer_by_group(
 def _into_rows(
     e: Array, codes: Codes, sizes: Array, *, halo: Halo, implementation: Implementation | None
 ) -> Array:
-    codes_e, dtype = _quantize(e, halo), jnp.float32
+    codes_e = _quantize(e, halo)
+    dtype = jnp.float32
     return _by_group(codes_e, _turn(codes), sizes, out_dtype=dtype, implementation=implementation)
 
 

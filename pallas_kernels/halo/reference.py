@@ -30,7 +30,8 @@ def product(
     """
     turn = rotation(x.shape[1], block if level else 1)
     tokens = rotation(x.shape[0], block if level == 2 else 1)
-    x_codes, codes = rounded(x @ turn), rounded(turn.T @ w)
+    x_codes = rounded(x @ turn)
+    codes = rounded(turn.T @ w)
     d_x = tokens.T @ (rounded(tokens @ e) @ codes.T) @ turn.T
     return x_codes @ codes, d_x, turn @ (x_codes.T @ rounded(e))
 

@@ -125,7 +125,8 @@ def encode(
 
     def matrices(values: Array) -> Array:
         shape = values.shape
-        inner, outer = shape[is_stack:split], shape[split:]
+        inner = shape[is_stack:split]
+        outer = shape[split:]
         return values.reshape(*shape[:is_stack], math.prod(inner), math.prod(outer))
 
     def code(matrix: Array) -> Any:

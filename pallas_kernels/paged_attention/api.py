@@ -41,7 +41,8 @@ from pallas_kernels.paged_attention.arguments import (
     rules_of,
 )
 
-_GPU, _TPU = "pallas_kernels.paged_attention.gpu", "pallas_kernels.paged_attention.tpu"
+_GPU = "pallas_kernels.paged_attention.gpu"
+_TPU = "pallas_kernels.paged_attention.tpu"
 
 OPERATION = Operation(
     name="paged_attention",

@@ -174,7 +174,8 @@ def paged_attention(
 
 def _sizes(q: Array, pool: Any, table: Array) -> _PagedSizes:
     (rows, width), group = table.shape, q.shape[1] // pool.shape[3]
-    length, page = q.shape[0] // rows, pool.shape[2]
+    length = q.shape[0] // rows
+    page = pool.shape[2]
     tiles = _tiles(length * group, q.shape[2], q.dtype.itemsize)
     programs = rows * pool.shape[3] * pl.cdiv(length * group, tiles.queries)
     # A power of two, of which each has a tile of keys at least when the table is full.
@@ -205,7 +206,8 @@ def _own_queries(sizes: _PagedSizes) -> tuple[Array, Array, Array]:
 
 def _own_blocks(positions: Array, rules: PagedRules, sizes: _PagedSizes) -> tuple[Array, ...]:
     """Return a program's first tile of keys, and last + 1; and the keys that a query sees."""
-    keys, splits = jnp.int32(sizes.tiles.keys), jnp.int32(sizes.splits)
+    keys = jnp.int32(sizes.tiles.keys)
+    splits = jnp.int32(sizes.splits)
     end = jnp.minimum(jnp.max(positions) + 1, sizes.slots)
     high = jax.lax.div(end + keys - 1, keys)
     first = low = jnp.int32(0)
@@ -223,7 +225,8 @@ def _own_blocks(positions: Array, rules: PagedRules, sizes: _PagedSizes) -> tupl
 def _attend_kernel(
     q_ref, positions_ref, table_ref, layer_ref, values_ref, scales_ref, *out_refs, rules, sizes
 ):
-    tiles, width = sizes.tiles, sizes.width // sizes.parts
+    tiles = sizes.tiles
+    width = sizes.width // sizes.parts
     key_head, sequence = pl.program_id(0), pl.program_id(1)  # the interpreter has none in a loop
     token, head, is_row = _own_queries(sizes)
     positions = plgpu.load(positions_ref.at[token], mask=is_row, other=-1)
@@ -272,7 +275,8 @@ def _attend_kernel(
         new_top = jnp.maximum(top, jnp.max(logits, axis=1))
         # Rows that have seen no key: logits are -inf, and so must the result be.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        weights, shrink = jnp.exp2(logits - base[:, None]), jnp.exp2(top - base)
+        weights = jnp.exp2(logits - base[:, None])
+        shrink = jnp.exp2(top - base)
         out = tuple(
             out[part] * shrink[:, None]
             + dot(scale(weights, part, 1).astype(q_ref.dtype), held(part, 1), 1, 0)
@@ -287,7 +291,8 @@ def _attend_kernel(
     )
     out, top, total = jax.lax.fori_loop(begin, end, step, start)
     total_or_1 = jnp.where(total > 0, total, 1.0)
-    out_ref, split = out_refs[0], ()
+    out_ref = out_refs[0]
+    split = ()
     if sizes.splits > 1:
         split = (jax.lax.rem(pl.program_id(2), jnp.int32(sizes.splits)),)
         lse = jnp.where(total > 0, top + jnp.log2(total_or_1), -jnp.inf)
@@ -299,7 +304,8 @@ def _attend_kernel(
 
 
 def _merge_kernel(parts_ref, lse_ref, out_ref, *, sizes):
-    token, head = pl.program_id(0), pl.program_id(1)
+    token = pl.program_id(0)
+    head = pl.program_id(1)
     split = jnp.arange(sizes.splits, dtype=jnp.int32)
     feature = jnp.arange(pl.next_power_of_2(sizes.width), dtype=jnp.int32)
     lse = lse_ref[split, token, head]
@@ -324,7 +330,8 @@ def _attend(
     interpret: bool,
 ) -> Array:
     """Return attention of sequences with equally many queries."""
-    sizes, like = _sizes(q, pool, table), (q, pool, table)
+    sizes = _sizes(q, pool, table)
+    like = (q, pool, table)
     is_few = isinstance(pool, QuantizedArray)
     values, scales = (pool.values, pool.scales) if is_few else (pool, None)
 

@@ -48,7 +48,8 @@ def _part(
     # What no query sees may be anything, NaN included.
     pages = jnp.where(sees.any(1)[:, :, None, None, None], pages, 0.0)
     pages = jnp.repeat(pages, heads // pages.shape[2], axis=2)
-    k, v = pages[..., 0, :], pages[..., 1, :]
+    k = pages[..., 0, :]
+    v = pages[..., 1, :]
     logits = rules.scale * jnp.einsum("bsnh,bunh->bnsu", queries, k, precision="highest")
     if rules.softcap is not None:
         logits = rules.softcap * jnp.tanh(logits / rules.softcap)

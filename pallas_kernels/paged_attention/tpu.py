@@ -13,7 +13,8 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.paged_attention.arguments import PagedRules, Pool, Tables, num_queries
 from pallas_kernels.quantized_array import QuantizedArray
 
-_KEYS_AT_ONCE, _QUERIES_AT_ONCE = 512, 32
+_KEYS_AT_ONCE = 512
+_QUERIES_AT_ONCE = 32
 """Tokens of a block."""
 
 
@@ -28,7 +29,8 @@ def reason_against(*arrays: Any) -> str | None:
     q, pool = arrays
     if isinstance(pool, QuantizedArray):
         return f"pages of {pool.dtype_name}"
-    combined, packing = 2 * pool.shape[3], 4 // pool.dtype.itemsize
+    combined = 2 * pool.shape[3]
+    packing = 4 // pool.dtype.itemsize
     if q.shape[-1] % 128:
         return f"heads of width {q.shape[-1]}, which must be a multiple of 128"
     rows, remainder = divmod(combined, packing)
@@ -60,7 +62,8 @@ def paged_attention(
     layers, pages, size, heads, _, width = pool.shape
     flat = pool.reshape(layers * pages, size, 2 * heads, width)  # type: ignore[union-attr]
     table = jnp.concatenate(tables)
-    singles, pieces = tables.singles.shape[0], tables.pieces.shape[0]
+    singles = tables.singles.shape[0]
+    pieces = tables.pieces.shape[0]
     length = num_queries(q, tables)
     starts = jnp.concatenate(
         [

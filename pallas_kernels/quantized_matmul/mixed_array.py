@@ -147,7 +147,8 @@ def round_group_activations(
 
 def _round_sorted(x: Float[Array, "m k"], w: MixedArray) -> QuantizedArray:
     """Return sorted channels in 8 bits as far as blocks are wide, the others in 4."""
-    cut, block_size = w.num_wide_channels, w.shape[-2] // w.num_blocks
+    cut = w.num_wide_channels
+    block_size = w.shape[-2] // w.num_blocks
     parts = [_round(x[:, :cut], "int8", block_size)] if cut else []
     if cut < x.shape[1]:
         parts.append(_round(x[:, cut:], "int4", block_size))

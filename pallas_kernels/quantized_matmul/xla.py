@@ -34,8 +34,10 @@ def quantized_matmul(
     dtype = multiplied_dtype(x, w)
     x, w = (_with_scales_inside(factor, dtype) for factor in (x, w))
     blocks = math.lcm(*(_num_blocks(factor) for factor in (x, w)))
-    x_values, w_values = _values(x, dtype), _values(w, dtype)
-    x_scales, w_scales = _scales(x, -1, blocks), _scales(w, -2, blocks)
+    x_values = _values(x, dtype)
+    w_values = _values(w, dtype)
+    x_scales = _scales(x, -1, blocks)
+    w_scales = _scales(w, -2, blocks)
     if blocks == 1:
         return (_dot(x_values, w_values) * x_scales * w_scales).astype(out_dtype)
 

@@ -57,7 +57,8 @@ def check_call(
     Raises:
         ValueError: Shapes, dtypes or options do not fit, or cannot run here.
     """
-    q, positions = arrays[0], tokens[0]
+    q = arrays[0]
+    positions = tokens[0]
     ranks = num_ranks(name, axis_name)
     check_arrays(name, *arrays)
     check_tokens(name, q, *tokens, ranks)

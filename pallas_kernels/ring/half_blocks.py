@@ -78,7 +78,8 @@ def merge_queries(
         is_earlier: Whether the rank of the queries comes before the rank of the keys.
     """
     out, lse = (jnp.split(x.astype(jnp.float32), 2) for x in stacked)
-    a, b = SoftmaxState(out[0], lse[0]), SoftmaxState(out[1], lse[1])
+    a = SoftmaxState(out[0], lse[0])
+    b = SoftmaxState(out[1], lse[1])
     return seen_if(~is_earlier, b), merge(a, seen_if(is_earlier, b))
 
 

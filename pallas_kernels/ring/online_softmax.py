@@ -44,7 +44,8 @@ def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
     top = jnp.maximum(a.lse, b.lse)
     # The maximum cancels. Without stop_gradient the derivative of -inf - -inf would be NaN.
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top)))
-    weight_a, weight_b = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
+    weight_a = jnp.exp(a.lse - top)
+    weight_b = jnp.exp(b.lse - top)
     total = weight_a + weight_b
     sees_any = total > 0
     total = jnp.where(sees_any, total, jnp.ones_like(total))

@@ -48,10 +48,8 @@ def differentiate(
     delta = softmax_delta(out, d_out)
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
-        operands, gradient = (
-            AttentionOperands(q, k, v, tokens, ring.rules),
-            OutGradient(d_out, lse, delta),
-        )
+        operands = AttentionOperands(q, k, v, tokens, ring.rules)
+        gradient = OutGradient(d_out, lse, delta)
         return differentiate_ring(operands, gradient, axis_name=ring.axis_name)
     own_q = shards.zip_cuts(
         lambda *queries: queries,

@@ -49,7 +49,8 @@ def rotate_keys(
     remote = shards.nothing(ring)
     for step in range(ring.schedule.num_steps):
         if step == 0:
-            keys, tokens = (k, v), shards.own_tokens(ids, ring, rank)
+            keys = (k, v)
+            tokens = shards.own_tokens(ids, ring, rank)
         else:
             keys = shards.unpack(shards.by_block(ring, step, rank, "k", remote), k.shape[-1])
             tokens = shards.block_tokens(ids, ring, step, rank)

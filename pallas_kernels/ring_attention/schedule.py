@@ -34,7 +34,8 @@ from typing import Literal
 Form = Literal["halves", "earlier", "near", "all"]
 Pairs = tuple[tuple[int, int], ...]
 
-LOW, HIGH = 0, 1
+LOW = 0
+HIGH = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,7 +72,8 @@ def state_space_dual(
     def one(state, before, arrays, segments):
         x, dt, b, c = arrays
         # [B q M g] and more: g heads of a group.
-        x, dt = _in_groups(x, groups), _in_groups(dt, groups)
+        x = _in_groups(x, groups)
+        dt = _in_groups(dt, groups)
         state = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
         sums = jnp.cumsum(dt * decay.reshape(1, 1, groups, -1), axis=1)
         last = segments[:, -1:]

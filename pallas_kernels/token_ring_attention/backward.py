@@ -69,10 +69,8 @@ def differentiate(
         parcels: Sequence[Parcel],
     ):
         if step == 0:
-            operands, gradient = (
-                AttentionOperands(q, k, v, shard.tokens, ring.rules),
-                (d_out, lse, delta),
-            )
+            operands = AttentionOperands(q, k, v, shard.tokens, ring.rules)
+            gradient = (d_out, lse, delta)
             (d_q, *d_keys), arrived = differentiate_and_send(
                 operands, OutGradient(*gradient), parcels, ring.links
             )

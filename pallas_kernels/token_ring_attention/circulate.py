@@ -103,7 +103,8 @@ def circulate(
             outcome = partial, carry, arrived, home
             partial, carry, arrived, home = jax.lax.optimization_barrier(outcome)
         made = list(results.by_piece(step, partial))
-        queries, back = iter(arrived[: len(hops)]), receive(arrived[len(hops) :])
+        queries = iter(arrived[: len(hops)])
+        back = receive(arrived[len(hops) :])
         query_pieces = (
             [tuple(next(queries) for _ in piece) for piece in query_pieces] if hops else []
         )

@@ -30,7 +30,8 @@ Visits = Literal["halves", "later", "every"]
 Form = Literal["direct", "co_travelling"]
 Pairs = tuple[tuple[int, int], ...]
 
-LOW, HIGH = 0, 1
+LOW = 0
+HIGH = 1
 """Pieces of a rank's queries for halves; for other visits the whole is piece 0."""
 
 

@@ -71,7 +71,8 @@ class AllToAllDroppingConfig(Dispatcher):
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send the first rows for each device to it, and drop the others."""
-        expert_ids, num_experts = outgoing.expert_ids, outgoing.num_experts
+        expert_ids = outgoing.expert_ids
+        num_experts = outgoing.num_experts
         devices = jax.lax.axis_size(outgoing.axes.expert)
         num_local = outgoing.axes.experts_held(num_experts)
         share = math.ceil(self.capacity_factor * expert_ids.shape[0] / devices)

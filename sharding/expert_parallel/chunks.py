@@ -104,7 +104,8 @@ def fit_cost(amounts: Sequence[float], seconds: Sequence[float]) -> ChunkCost:
     Raises:
         ValueError: Fewer than two amounts, or a time that is not positive.
     """
-    n, t = np.asarray(amounts, np.float64), np.asarray(seconds, np.float64)
+    n = np.asarray(amounts, np.float64)
+    t = np.asarray(seconds, np.float64)
     if n.shape != t.shape or np.unique(n).size < 2 or (t <= 0).any() or (n < 0).any():
         raise ValueError(
             f"a cost needs times above 0 for at least two amounts, not {list(seconds)} for"
@@ -146,9 +147,12 @@ def bottleneck(costs: LayerCosts, num_chunks: int, gradients: float = 0.0) -> Bo
 
 def _ways(costs: LayerCosts, num_chunks: int, gradients: float) -> dict[Bottleneck, float]:
     """Return the longest path through each queue, or pair of queues; ties go to the first."""
-    r, part = num_chunks, 1 / num_chunks
-    g, a = costs.all_gather.seconds(part), costs.all_to_all.seconds(part)
-    x, s = costs.experts.seconds(part), costs.reduce_scatter.seconds(part)
+    r = num_chunks
+    part = 1 / num_chunks
+    g = costs.all_gather.seconds(part)
+    a = costs.all_to_all.seconds(part)
+    x = costs.experts.seconds(part)
+    s = costs.reduce_scatter.seconds(part)
     once = g + 2 * a + s
     return {
         "experts": once + r * x,

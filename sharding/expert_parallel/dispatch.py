@@ -88,13 +88,15 @@ def _in_chunks(
 
 def _cut(outgoing: Outgoing, number: int) -> list[Outgoing]:
     """Return the tokens in a number of equal parts, each with its assignments."""
-    x, assignments = outgoing.x, outgoing.assignments
+    x = outgoing.x
+    assignments = outgoing.assignments
     top_k = assignments.top_k
     assert top_k is not None  # checked by `check_tokens`
     size = x.shape[0] // number
 
     def part(chunk: int) -> Outgoing:
-        first, slots = chunk * size, slice(chunk * size * top_k, (chunk + 1) * size * top_k)
+        first = chunk * size
+        slots = slice(chunk * size * top_k, (chunk + 1) * size * top_k)
         cut = jax.tree.map(lambda array: array[slots], assignments)
         cut = dataclasses.replace(cut, token_ids=cut.token_ids - jnp.int32(first))
         return dataclasses.replace(outgoing, x=x[first : first + size], assignments=cut)
@@ -130,7 +132,8 @@ def _is_spread(axes: ExpertAxes) -> bool:
 
 def _gather_tokens(outgoing: Outgoing, axes: tuple[str, ...]) -> Outgoing:
     """Return the tokens of all devices of these axes, concatenated in the order of devices."""
-    x, assignments = outgoing.x, outgoing.assignments
+    x = outgoing.x
+    assignments = outgoing.assignments
     first = jax.lax.axis_index(axes).astype(jnp.int32) * jnp.int32(x.shape[0])
     moved = dataclasses.replace(assignments, token_ids=assignments.token_ids + first)
     x, moved = jax.tree.map(lambda part: jax.lax.all_gather(part, axes, tiled=True), (x, moved))

@@ -171,7 +171,8 @@ def _send_ragged(trip: _Trip) -> Exchanged:
 
 def _equal(trip: _Trip) -> Exchanged:
     rows, expert_ids, order, sizes, num_local, most, axes = trip
-    devices, nowhere = sizes.shape[0], sizes.shape[0] * most
+    devices = sizes.shape[0]
+    nowhere = sizes.shape[0] * most
     sent, received = (
         part.reshape(devices, num_local) for part in _of_this_device(sizes, num_local, axes)
     )

@@ -146,8 +146,10 @@ class _ScheduleExecutor:
 
     def start(self) -> _TickState:
         """Return the carry before the first tick: zeros."""
-        slots, number = self.slots, jax.ShapeDtypeStruct((), jnp.int32)
-        of_stream, sums = partial(zeros, self.stream), self.arguments[4]
+        slots = self.slots
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        of_stream = partial(zeros, self.stream)
+        sums = self.arguments[4]
         results, _ = jax.eval_shape(self.parts.leave, self.stream, number, None)
         _, entered = jax.eval_shape(self.parts.enter, number)
         gradients = None
@@ -198,7 +200,8 @@ class _ScheduleExecutor:
             for hop, slot in zip(self.schedule.hops, row["g_arrives"], strict=True):
                 came = self._send(carry.sent, -hop)
                 carry = replace(carry, arrived=store(carry.arrived, came, slot))
-        sent, gradient = [], None
+        sent = []
+        gradient = None
         if "F" in kinds:
             carry, result = self._forward(carry, row)
             sent = [self._send(result, hop) for hop in self.schedule.hops]
@@ -233,7 +236,8 @@ class _ScheduleExecutor:
         for micro, slot in zip(row["enters"], row["enter_slot"], strict=True):
             carry = self._enter(carry, micro, slot)
         inputs = carry.inputs
-        chunk, stream = jnp.maximum(row["f_chunk"], 0), read(inputs, row["f_input"])
+        chunk = jnp.maximum(row["f_chunk"], 0)
+        stream = read(inputs, row["f_input"])
         micro = jnp.maximum(row["f_micro"], 0)
         result, sums = self.parts.forward(self.group(chunk), stream, micro, chunk)
         if not self.schedule.has_backward:  # otherwise B sums them, in order
@@ -268,7 +272,8 @@ class _ScheduleExecutor:
         return carry, gradient if carry.heads is None else None
 
     def _backward(self, carry: _TickState, row: dict[str, Any], from_head: Stream) -> _TickState:
-        has_work, chunk = row["b_input"] >= 0, jnp.maximum(row["b_chunk"], 0)
+        has_work = row["b_input"] >= 0
+        chunk = jnp.maximum(row["b_chunk"], 0)
         gradient = from_head
         if carry.arrived is not None:
             arrived = read(carry.arrived, row["b_gradient"])
@@ -288,7 +293,8 @@ class _ScheduleExecutor:
         else:
             (d_group, d_stream, sums), handed = self.halves.early(*arguments)
             carry = replace(carry, deferred=store(carry.deferred, handed, row["w_in"]))
-        totals, entered = carry.sums, carry.sums.entered
+        totals = carry.sums
+        entered = carry.sums.entered
         for hop, micro in enumerate(row["returns"], 1):
             first, _ = self.schedule.place(hop - 1)
 
@@ -308,7 +314,8 @@ class _ScheduleExecutor:
         return replace(carry, sent=d_stream, sums=totals)
 
     def _weights(self, carry: _TickState, row: dict[str, Any]) -> _TickState:
-        chunk, waited = jnp.maximum(row["w_chunk"], 0), read(carry.deferred, row["w_out"])
+        chunk = jnp.maximum(row["w_chunk"], 0)
+        waited = read(carry.deferred, row["w_out"])
         d_group, _, _ = cast("Halves", self.halves).late(waited, self.group(chunk))
         d_group = where(row["w_out"] >= 0, d_group)
         gradients = add_to(carry.sums.gradients, d_group, chunk)
@@ -335,7 +342,8 @@ def execute(schedule: Schedule, parts: PipelineParts, parameters: Any) -> Pipeli
     """
     store_no_programs_on_cpus()
     executor = _ScheduleExecutor.of(schedule, parts, parameters)
-    slots, carry = executor.slots, executor.start()
+    slots = executor.slots
+    carry = executor.start()
     for run in schedule.runs():
         rows = _rows(slots, run.first, run.length)
         has_arrivals = any((hop >= 0).any() for hop in rows["g_arrives"])

@@ -46,7 +46,9 @@ def first_come_schedule(name: str, stages: int, chunks: int, paths: Paths) -> Sc
     times: dict[tuple[Kind, int, int, int], int] = {}
     ways = [list(_way(path, stages * chunks)) for path in paths]
     waiting = _Waiting.of(ways)
-    tick, done, ready = 0, [0] * len(ways), [0] * len(ways)
+    tick = 0
+    done = [0] * len(ways)
+    ready = [0] * len(ways)
     unfinished = [micro for micro, way in enumerate(ways) if way]
     while unfinished:
         for kind in ("F", "B"):

@@ -196,7 +196,8 @@ class Schedule:
                 continue
             if key not in self.when:
                 raise ValueError(f"{self._say(key)} is missing")
-            before, after = self.before(group, micro), self.after(group, micro)
+            before = self.before(group, micro)
+            after = self.after(group, micro)
             if kind == "F" and before >= 0:
                 self._check_after(key, ("F", before, micro), is_same_tick_allowed=False)
             if kind == "B" and after < self.num_groups:
@@ -355,7 +356,8 @@ class Schedule:
             )
             for row in self.ticks
         )
-        runs, first = [], 0
+        runs = []
+        first = 0
         for kinds, same in itertools.groupby(present):
             length = len(list(same))
             runs.append(PassRun(kinds, first, length))

@@ -128,12 +128,14 @@ def _colour_stages(stays: list[list[Stay]]) -> _Colours:
 
 def _gradient_stays(schedule: Schedule, stage: int) -> list[Stay]:
     """Return when a stage keeps gradients from other groups: from the tick after B there to B."""
-    when, stays = schedule.when, []
+    when = schedule.when
+    stays = []
     for kind, group, micro in when:
         its_stage, chunk = schedule.place(group)
         after = schedule.after(group, micro)
         if kind == "B" and its_stage == stage and after < schedule.num_groups:
-            first, last = 2 * when["B", after, micro] + 1, 2 * when["B", group, micro]
+            first = 2 * when["B", after, micro] + 1
+            last = 2 * when["B", group, micro]
             stays.append(Stay(first, last, chunk, micro))
     return stays
 
@@ -148,7 +150,8 @@ def _head_stays(schedule: Schedule) -> list[list[Stay]]:
     for micro in range(schedule.micro_batches if schedule.has_backward else 0):
         group = schedule.path(micro)[-1]
         stage, chunk = schedule.place(group)
-        first, last = 2 * when["F", group, micro], 2 * when["B", group, micro]
+        first = 2 * when["F", group, micro]
+        last = 2 * when["B", group, micro]
         stays_of_stages[stage].append(Stay(first, last, chunk, micro))
     waits = any(stay.last > stay.first for stays in stays_of_stages for stay in stays)
     return stays_of_stages if waits or schedule.num_hops > 1 else [[] for _ in stays_of_stages]
@@ -167,8 +170,10 @@ def plan_slots(schedule: Schedule) -> StageSlots:
     deferred = _colour_stages([schedule.deferred_stays(stage) for stage in stages])
     fields = _empty(schedule)
     for tick, stage, (kind, chunk, micro) in schedule.works():
-        group, key = schedule.group(stage, chunk), (stage, chunk, micro)
-        before, after = schedule.before(group, micro), schedule.after(group, micro)
+        group = schedule.group(stage, chunk)
+        key = (stage, chunk, micro)
+        before = schedule.before(group, micro)
+        after = schedule.after(group, micro)
         hop_in, hop_out = group - before - 1, after - group - 1  # places in fields of the ends
         if kind == "F":
             fields["f_chunk"][tick, stage] = chunk
@@ -217,7 +222,8 @@ _TICKS_BY_HOP = ("enters", "leaves", "returns")
 
 def _empty(schedule: Schedule) -> dict[str, Any]:
     """Return arrays of -1 for the fields of `StageSlots`."""
-    ticks, hops = len(schedule.ticks), range(schedule.num_hops)
+    ticks = len(schedule.ticks)
+    hops = range(schedule.num_hops)
 
     def of(name: str) -> Any:
         if name in _TICKS_BY_HOP:

@@ -292,7 +292,8 @@ def _split_loop(
         function = function_of(part, [*same, *carries, *turns], results, loop_constants)
 
         def run(*values: Any) -> list[Any]:
-            constants, carry_values = values[: len(same)], values[len(same) :]
+            constants = values[: len(same)]
+            carry_values = values[len(same) :]
 
             def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
                 made = function(*constants, *carry, *slices)

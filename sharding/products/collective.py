@@ -88,7 +88,9 @@ class RingProductsConfig(TensorProductsConfig):
 
     def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
         """Return the products of the rows of one device after the other."""
-        devices, rank, rows = jax.lax.axis_size(names), jax.lax.axis_index(names), x.shape[1]
+        devices = jax.lax.axis_size(names)
+        rank = jax.lax.axis_index(names)
+        rows = x.shape[1]
         result = None
         for number in range(devices):
             following = x if number + 1 == devices else _to_next(x, names)
@@ -108,7 +110,8 @@ class RingProductsConfig(TensorProductsConfig):
 
     def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
         """Return the rows of this device, whose sum travels from device to device."""
-        devices, rank = jax.lax.axis_size(names), jax.lax.axis_index(names)
+        devices = jax.lax.axis_size(names)
+        rank = jax.lax.axis_index(names)
         rows = hidden.shape[1] // devices
 
         def part(number: int) -> Array:

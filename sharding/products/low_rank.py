@@ -140,7 +140,8 @@ class LowRank:
         """
         if self.mix is not None:
             inputs = self.down.ndim - 2
-            first, last = axes[:inputs], axes[inputs:]
+            first = axes[:inputs]
+            last = axes[inputs:]
             parts = {"down": (*first, None, None), "up": (None, None, *last), "scale": ()}
             return LowRank(weight=weight, mix=self._mix.axes(first, last), **parts)
         inputs = self.down.ndim - 1
@@ -177,7 +178,8 @@ class LowRank:
             x: Activations, in the dtype of the factors.
         """
         if self.mix is not None:
-            mix, rows = self._mix, jax.tree.leaves(self.mix)[0].shape[:2]
+            mix = self._mix
+            rows = jax.tree.leaves(self.mix)[0].shape[:2]
             if rows != x.shape[:2]:
                 raise ValueError(
                     f"additions are mixed for rows of {rows} tokens, and this product takes"
@@ -220,7 +222,8 @@ class LowRank:
             group_sizes: Number of rows of each group.
             implementation: Implementation of `grouped_matmul`.
         """
-        groups, rank = self.down.shape[0], self.down.shape[-1]
+        groups = self.down.shape[0]
+        rank = self.down.shape[-1]
         down = self.down.reshape(groups, math.prod(self.down.shape[1:-1]), rank)
         up = self.up.reshape(groups, rank, math.prod(self.up.shape[2:]))
         narrow = grouped_matmul(rows, down, group_sizes, implementation=implementation)

@@ -70,7 +70,8 @@ def quantized_einsum(
     inputs, result = subscripts.split("->")
     first, second = inputs.split(",")
     summed = "".join(letter for letter in first if letter in second)
-    row_letters, new = first.removesuffix(summed), second.removeprefix(summed)
+    row_letters = first.removesuffix(summed)
+    new = second.removeprefix(summed)
     if first != row_letters + summed or second != summed + new or result != row_letters + new:
         raise ValueError(
             f"{subscripts}: with a quantised matrix, what is summed over must be last in the"

@@ -246,7 +246,8 @@ def _rows(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B
 
     if table.dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return take(table, ids)
-    shape, dtype = table.shape, table.dtype
+    shape = table.shape
+    dtype = table.dtype
     rows = jax.custom_vjp(take)
 
     def backward(ids: Array, gradient: Array) -> tuple[Array, None]:

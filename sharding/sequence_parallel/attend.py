@@ -65,7 +65,8 @@ def attend(
         `top`, f32, without a gradient.
     """
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
-    heads, kv_heads = (*rows, ax.ACT_HEADS, None), (*rows, ax.ACT_KV_HEADS, None)
+    heads = (*rows, ax.ACT_HEADS, None)
+    kv_heads = (*rows, ax.ACT_KV_HEADS, None)
     if config.layout == "document_zigzag" and rules.window is not None:
         # Its kernels know the order of tokens without positions, but no distances.
         order = config.token_order(q.shape[1], sequence_ranks(placement))
@@ -77,8 +78,10 @@ def attend(
     token_arrays = {name: array for name, array in arrays.items() if array is not None}
     given_axes: dict[str, tuple[str, ...]] = dict.fromkeys(token_arrays, rows)
     if level is not None:
-        token_arrays, given_axes = token_arrays | {"level": level}, given_axes | {"level": ()}
-    axes, length = placement.mesh_axes(ax.ACT_SEQ_INNER), q.shape[1]
+        token_arrays = token_arrays | {"level": level}
+        given_axes = given_axes | {"level": ()}
+    axes = placement.mesh_axes(ax.ACT_SEQ_INNER)
+    length = q.shape[1]
 
     def run(
         q: Array, k: Array, v: Array, token_arrays: dict[str, Array], *, batch_axes: tuple[str, ...]

@@ -66,11 +66,14 @@ def choose(sizes: AttentionSizes, links: Links = "torus") -> FormChoice:
     loads_in_words = {name: f"{name} {loads[name] / 1e6:.3g} MB" for name in loads}
     heads = f"the {sizes.local_heads} query and {sizes.local_kv_heads} key heads of a device"
     if "ulysses" not in loads:
-        choice, why = ring, f"mesh.seq={sizes.ranks} does not divide {heads}"
+        choice = ring
+        why = f"mesh.seq={sizes.ranks} does not divide {heads}"
     elif loads["ulysses"] <= loads[ring]:
-        choice, why = "ulysses", f"mesh.seq={sizes.ranks} divides {heads}"
+        choice = "ulysses"
+        why = f"mesh.seq={sizes.ranks} divides {heads}"
     else:
-        choice, why = ring, f"few devices and {heads} make exchanging them the dearer way"
+        choice = ring
+        why = f"few devices and {heads} make exchanging them the dearer way"
     order = sorted(loads, key=loads.__getitem__)
     reason = (
         f"{choice}: {why}; per layer and sequence the busiest link ({links}) carries"

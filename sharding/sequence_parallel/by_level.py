@@ -115,7 +115,8 @@ def _attend_at(degree: int, inputs: HeldAttention) -> tuple[Array, Seen]:
         return attend_locally(
             inputs.q, inputs.k, inputs.v, inputs.tokens, inputs.tokens, inputs.rules
         )
-    axes, size = (), 1
+    axes = ()
+    size = 1
     while size < degree:
         axes = (inputs.cut.axes[-1 - len(axes)], *axes)
         size *= jax.lax.axis_size(axes[0])

@@ -151,7 +151,8 @@ def write_pages(pool: Any, new: Array, layer: Int[Array, ""], slots: Int[Array, 
         layer: Layer that they are of.
         slots: Slot of each; those outside of the pool are left out.
     """
-    size, entries = jnp.int32(pool.shape[2]), new
+    size = jnp.int32(pool.shape[2])
+    entries = new
     if isinstance(pool, QuantizedArray):
         group = pool.shape[-1] // pool.num_blocks
         entries: Any = quantize(new, pool.dtype_name, axis=-1, block_size=group)

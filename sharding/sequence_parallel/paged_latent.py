@@ -64,7 +64,8 @@ class PagedLatents(NamedTuple):
         """
         check_causal(rules)
         paged_rules = rules_of(q, rules.window, rules.softcap, rules.scale, rules.implementation)
-        heads, pages = (ax.ACT_BATCH, None, ax.ACT_HEADS, None), page_axes(self.pool)
+        heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
+        pages = page_axes(self.pool)
 
         def run(q, new, pool, layer, tables, positions, *, batch_axes):
             del batch_axes

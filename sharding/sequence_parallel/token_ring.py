@@ -61,12 +61,15 @@ class TokenRingConfig(SequenceForm):
             visits = "later" if self.layout == "contiguous" else "halves"
         schedule = TokenRingSchedule(ranks=sizes.ranks, visits=visits, form=self.form)
         rows = sizes.local_tokens * sizes.local_heads / len(schedule.pieces)
-        width, itemsize = sizes.head_dim, sizes.itemsize
+        width = sizes.head_dim
+        itemsize = sizes.itemsize
         is_running = self.form == "co_travelling"
         if is_backward:
-            out, back = 2 * width * itemsize + 8, 4 * width
+            out = 2 * width * itemsize + 8
+            back = 4 * width
         else:
-            out, back = width * itemsize, width * (4 if is_running else itemsize) + 4
+            out = width * itemsize
+            back = width * (4 if is_running else itemsize) + 4
         for step in range(sizes.ranks):
             for piece in schedule.pieces:
                 yield RingMessage(rows * out, schedule.hop(step, piece))

@@ -79,7 +79,8 @@ class UlyssesConfig(SequenceForm):
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of some heads over whole sequences, exchanged back."""
         q, k, v, tokens, rules, cut = inputs[:6]
-        axes, all_tokens = cut.axes, gather_tokens(tokens, cut.axes)
+        axes = cut.axes
+        all_tokens = gather_tokens(tokens, cut.axes)
 
         def chunk(number: int) -> tuple[Array, Seen]:
             def part(x: Array) -> Array:

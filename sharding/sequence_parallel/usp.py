@@ -128,7 +128,8 @@ class UlyssesRingConfig(SequenceForm):
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         """Yield exchanges within groups of neighbours, and rings across groups."""
-        inner, groups = self.ulysses, range(sizes.ranks // self.ulysses)
+        inner = self.ulysses
+        groups = range(sizes.ranks // self.ulysses)
         members = range(inner)
         length = sizes.length // len(groups)
         part = dataclasses.replace(sizes, ranks=inner, length=length, is_causal=False)

@@ -216,7 +216,8 @@ def parts_in_words() -> str:
 
 def in_words(summary: dict[str, Any]) -> str:
     """Return one table of all rows."""
-    lines, seen = [], dict[tuple[str, str], str]()
+    lines = []
+    seen = dict[tuple[str, str], str]()
     for outcome in summary["outcomes"]:
         for row in outcome["rows"]:
             seen[row["case"], row["name"]] = _row_in_words(row)

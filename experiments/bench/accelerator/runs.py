@@ -15,7 +15,8 @@ from typing import Any
 
 from experiments.bench.accelerator.work import FAILURES, BenchWork, emit, emit_failure, run_part
 
-STEPS, MORE = 20, 4
+STEPS = 20
+MORE = 4
 _COMPILED = re.compile(r"compiled in ([0-9.]+) s")
 
 
@@ -69,7 +70,8 @@ def _command(
     environment = dict(os.environ)
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
-    started, text = time.monotonic(), []
+    started = time.monotonic()
+    text = []
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "experiments.pretrain", *arguments],
         env=environment,

@@ -78,7 +78,8 @@ class PartProcess:
     def __init__(
         self, part: BenchPart, phase: Phase, directory: pathlib.Path, *, is_tiny: bool, limit: float
     ):
-        self.part, self._limit = part, limit
+        self.part = part
+        self._limit = limit
         self.phase: Phase = phase
         places = directory / "parts"
         places.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,9 @@ class PartProcess:
 
     def outcome(self) -> PartOutcome:
         """Return its rows, and why it failed where it did; called once it has ended."""
-        seconds, code, error = self.seconds, self._process.returncode, None
+        seconds = self.seconds
+        code = self._process.returncode
+        error = None
         if code == -signal.SIGKILL and seconds >= self._limit:
             error = f"stopped after {self._limit:.0f} s"
         elif code:
@@ -163,7 +166,8 @@ def run_together(
         workers: Processes at a time.
         until: Time of the monotonic clock at which all are stopped.
     """
-    waiting, running = [part for part in parts if part.compile_seconds], list[PartProcess]()
+    waiting = [part for part in parts if part.compile_seconds]
+    running = list[PartProcess]()
     try:
         while waiting or running:
             while waiting and len(running) < workers and time.monotonic() < until:

@@ -29,7 +29,9 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
 
-STEPS, WARM_UP, BATCHES = 14, 4, 8
+STEPS = 14
+WARM_UP = 4
+BATCHES = 8
 
 
 def model_of(num_layers: int, *, is_tiny: bool) -> ModelConfig:
@@ -91,7 +93,8 @@ def _measure(work: BenchWork, row: dict[str, Any], layers: int, remat: Any) -> N
         kernels=KernelsConfig(attention=work.options.get("attention")),
         precision=PrecisionPolicy(compute="bfloat16"),
     )
-    optimizer, key = adamw(3e-4, weight_decay=0.1), jax.random.key(0)
+    optimizer = adamw(3e-4, weight_decay=0.1)
+    key = jax.random.key(0)
     started = time.perf_counter()
     begin = jax.jit(lambda key: init_state(model, optimizer, key)).lower(key).compile()
     row["initial_state_seconds"] = round(time.perf_counter() - started, 1)
@@ -128,7 +131,9 @@ def _measure(work: BenchWork, row: dict[str, Any], layers: int, remat: Any) -> N
 
 def _run(program: _BenchProgram, steps: int) -> tuple[list[float], list[float]]:
     """Return the seconds and the losses of steps from the initial state."""
-    state, seconds, losses = program.begin(jax.random.key(0)), [], []
+    state = program.begin(jax.random.key(0))
+    seconds = []
+    losses = []
     for number in range(steps):
         jax.block_until_ready(state)
         started = time.perf_counter()
@@ -141,7 +146,8 @@ def _run(program: _BenchProgram, steps: int) -> tuple[list[float], list[float]]:
 
 def _profile(program: _BenchProgram) -> dict[str, Any]:
     """Return milliseconds of a step by kind of kernel, and of its longest kernels."""
-    state, steps = program.begin(jax.random.key(0)), 2
+    state = program.begin(jax.random.key(0))
+    steps = 2
 
     def run() -> None:
         nonlocal state

@@ -43,7 +43,8 @@ def suite(work: BenchWork) -> None:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
-    started, counts = time.monotonic(), {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
+    started = time.monotonic()
+    counts = {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
     with subprocess.Popen(
         command,
         env=environment,

@@ -60,7 +60,9 @@ def _attention(torch: Any, device: str, case: attention.AttentionCase) -> None:
         shape = case.batch, heads, case.length, case.width
         return torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True)
 
-    q, k, v = draw(case.heads), draw(case.key_heads), draw(case.key_heads)
+    q = draw(case.heads)
+    k = draw(case.key_heads)
+    v = draw(case.key_heads)
     cotangent = torch.randn_like(q)
 
     def forward() -> Any:
@@ -123,7 +125,8 @@ def _grouped_passes(
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     ends = torch.tensor(np.cumsum(group_sizes), device=device, dtype=torch.int32)
-    x, d_out = draw(*rows), draw(rows[0], weights[2])
+    x = draw(*rows)
+    d_out = draw(rows[0], weights[2])
     w = draw(*weights) * weights[1] ** -0.5
     factors = {
         "forward": (x, w),

@@ -17,7 +17,9 @@ import numpy as np
 from experiments.bench.accelerator.work import FAILURES, BenchWork, emit, emit_failure, run_part
 from jaxmoe.optional import MissingPackageError, require
 
-STEPS, WARM_UP, BATCHES = 14, 4, 8
+STEPS = 14
+WARM_UP = 4
+BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +53,12 @@ class PlainModel:
     """
 
     def __init__(self, torch: Any, sizes: PlainSizes, device: str, *, is_recomputed: bool):
-        self.torch, self.sizes, self.is_recomputed = torch, sizes, is_recomputed
-        d, e, h = sizes.width, sizes.experts, sizes.hidden
+        self.torch = torch
+        self.sizes = sizes
+        self.is_recomputed = is_recomputed
+        d = sizes.width
+        e = sizes.experts
+        h = sizes.hidden
 
         def draw(*shape: int, scale: float) -> Any:
             return (torch.randn(*shape, device=device) * scale).requires_grad_()
@@ -93,7 +99,8 @@ class PlainModel:
             tokens: Ids [B S].
             targets: Ids [B S].
         """
-        torch, checkpoint = self.torch, self.torch.utils.checkpoint.checkpoint
+        torch = self.torch
+        checkpoint = self.torch.utils.checkpoint.checkpoint
         x = torch.nn.functional.embedding(tokens, self.embed).to(torch.bfloat16)
         balance = 0.0
         for layer in self.layers:
@@ -113,15 +120,19 @@ class PlainModel:
 
     def _rotate(self, x: Any) -> Any:
         a, b = x.chunk(2, -1)
-        cos, sin = self.cos, self.sin
+        cos = self.cos
+        sin = self.sin
         return self.torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
     def _layer(self, layer: dict[str, Any], x: Any) -> tuple[Any, Any]:
-        torch, sizes, half = self.torch, self.sizes, self.torch.bfloat16
+        torch = self.torch
+        sizes = self.sizes
+        half = self.torch.bfloat16
         before, after, of_q, of_k = layer["norms"]
         shape = sizes.batch, sizes.length, sizes.heads, sizes.width // sizes.heads
         q, k, v = (self._norm(x, before) @ layer["qkv"].to(half)).chunk(3, -1)
-        q, k = self._norm(q, of_q), self._norm(k, of_k)
+        q = self._norm(q, of_q)
+        k = self._norm(k, of_k)
         q, k, v = (y.view(*shape).transpose(1, 2) for y in (q, k, v))
         attended = torch.nn.functional.scaled_dot_product_attention(
             self._rotate(q), self._rotate(k), v, is_causal=True
@@ -177,7 +188,8 @@ def _measure(
         0, sizes.vocab, (BATCHES, sizes.batch, sizes.length + 1)
     )
     data = torch.from_numpy(rows).to(device)
-    seconds, losses = [], []
+    seconds = []
+    losses = []
     for number in range(STEPS):
         wait_for(torch)
         started = time.perf_counter()

@@ -44,7 +44,8 @@ TINY = OLMOE | {
 def transformers_peer(work: BenchWork) -> None:
     """Emit the rows of the step, or of the answers."""
     try:
-        torch, transformers = require("torch", "hf"), require("transformers", "hf")
+        torch = require("torch", "hf")
+        transformers = require("transformers", "hf")
     except MissingPackageError as error:
         emit_failure(error, case="transformers", name="transformers")
         return
@@ -77,15 +78,18 @@ def _step(work: BenchWork, torch: Any, transformers: Any) -> None:
         model = _model(work, torch, transformers, layers, torch.float32, **more).train()
         settings = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
-        device, vocab = device_of(torch), model.config.vocab_size
+        device = device_of(torch)
+        vocab = model.config.vocab_size
         rows = np.random.default_rng(0).integers(0, vocab, (BATCHES, batch, length + 1))
         data = torch.from_numpy(rows).to(device)
-        seconds, losses = [], []
+        seconds = []
+        losses = []
         for number in range(STEPS):
             wait_for(torch)
             started = time.perf_counter()
             rows_now = data[number % BATCHES]
-            tokens, targets = rows_now[:, :-1].contiguous(), rows_now[:, 1:].contiguous()
+            tokens = rows_now[:, :-1].contiguous()
+            targets = rows_now[:, 1:].contiguous()
             with torch.autocast(device, torch.bfloat16):
                 output = model(input_ids=tokens, labels=targets, shift_labels=targets)
             output.loss.backward()
@@ -135,7 +139,8 @@ def _answers(work: BenchWork, torch: Any, transformers: Any) -> None:
 
         try:
             seconds_of(4)
-            prefill, seconds = min(seconds_of(1), seconds_of(1)), seconds_of(answer)
+            prefill = min(seconds_of(1), seconds_of(1))
+            seconds = seconds_of(answer)
             row |= {
                 "prefill_tokens_per_second": round(batch * prompt / prefill),
                 "tokens_per_second": round(batch * answer / seconds),

@@ -44,7 +44,8 @@ class GatesStudy:
     """
 
     def __init__(self, config: GatesConfig, directory: RunDirectory):
-        self._config, self._directory = config, directory
+        self._config = config
+        self._directory = directory
         self._task = load_task(config)
         for point in points_of(config):
             GatePrograms(config, point, self._task)  # checks every size; compiles nothing
@@ -75,9 +76,12 @@ class GatesStudy:
 
     def write(self, status: str, seconds: float) -> str:
         """Write summary.json and the picture; return tables and verdicts as text."""
-        config, planned = self._config, points_of(self._config)
+        config = self._config
+        planned = points_of(self._config)
         records = {point: self._records[point] for point in planned if point in self._records}
-        rows, texts, pages = rows_of(config, records), [], []
+        rows = rows_of(config, records)
+        texts = []
+        pages = []
         for axis, title in TITLES.items():
             mine = [row for row in rows if row["axis"] == axis]
             if mine:

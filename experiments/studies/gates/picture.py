@@ -70,7 +70,8 @@ def _draw(axes: Any, rows: Sequence[Row], gate: Gate, key: str | None) -> None:
     measured = [row for row in rows if key is not None and row[key] is not None]
     if not measured or key is None:
         return
-    places, values = [row["top_k"] for row in measured], [row[key] for row in measured]
+    places = [row["top_k"] for row in measured]
+    values = [row[key] for row in measured]
     is_initial = key in ("rms", "correlation")
     axes.plot(
         places,

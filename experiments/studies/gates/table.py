@@ -56,7 +56,8 @@ def rows_of(config: GatesConfig, records: Mapping[Point, Record]) -> list[Row]:
 
 
 def _row(point: Point, record: Record, reference: Record | None) -> Row:
-    initial, trained = record["initial"], record["trained"] or {}
+    initial = record["initial"]
+    trained = record["trained"] or {}
     rms, half = interval(initial["rms"])
     rho, rho_half = interval(initial["correlation"])
     after = interval(trained.get("rms"))[0]

@@ -51,7 +51,8 @@ class OuterStudy:
         config.schedule.build(config.training.steps)  # an early error: else every method fails
         mesh_of(config)
         source = source_of(config)
-        self._config, self._directory = config, directory
+        self._config = config
+        self._directory = directory
         self._data = digest_of([source])
         self._floor = source.entropy_bits_per_token(config.training.sequence_length)
         self._file = TrialsFile(directory.trials_file)

@@ -96,7 +96,8 @@ class OuterConfig:
             raise ValueError(
                 f"replica={self.replica} must be workers={self.workers}, or 1 for one device"
             )
-        steps, training = self.training.steps, self.training
+        steps = self.training.steps
+        training = self.training
         if self.every < 1 or steps % self.every:
             raise ValueError(
                 f"every={self.every} must divide training.steps={steps}, so that the last step ends"
@@ -128,7 +129,8 @@ class OuterConfig:
 
 def _fragments(config: OuterConfig, default: int) -> int:
     """Return the largest number of fragments that divides the layers, at most the default."""
-    layers, most = config.model.num_layers, min(default, config.every)
+    layers = config.model.num_layers
+    most = min(default, config.every)
     return max(number for number in range(1, max(most, 1) + 1) if layers % number == 0)
 
 

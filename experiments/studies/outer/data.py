@@ -84,7 +84,9 @@ def load_task(config: OuterConfig) -> OuterTask:
     Raises:
         ValueError: Too few devices, or the parts of the config do not fit each other.
     """
-    source, mesh, training = source_of(config), mesh_of(config), config.training
+    source = source_of(config)
+    mesh = mesh_of(config)
+    training = config.training
     plan = make_plan(run_of(config, BASELINE))
     first = training.seed
     batches = []

@@ -39,7 +39,8 @@ def rows_of(records: Iterable[Mapping[str, Any]], *, floor: float) -> list[Row]:
 
 def _row(record: Mapping[str, Any], reference: Mapping[str, Any], floor: float) -> Row:
     row: Row = {key: record.get(key) for key in ("method", "status", "reason", "replicas")}
-    bits, base = _complete(record.get("bits")), _complete(reference.get("bits"))
+    bits = _complete(record.get("bits"))
+    base = _complete(reference.get("bits"))
     row |= {"excess": None, "excess_half_width": None, "difference": None, "half_width": None}
     row["excess_by_seed"] = None
     if bits is not None:

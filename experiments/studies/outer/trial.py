@@ -58,7 +58,8 @@ class MethodPrograms(StudyPrograms):
 
     def __init__(self, config: OuterConfig, name: str, task: OuterTask):
         run = run_of(config, name)
-        plan, training = make_plan(run), run.training
+        plan = make_plan(run)
+        training = run.training
         self._initial = task.params[0], key_of(config, 0)
         self.assembly = Assembly(
             plan=plan,
@@ -92,7 +93,8 @@ class MethodPrograms(StudyPrograms):
     @functools.cached_property
     def _around(self) -> Any:
         """Program from initial parameters and a key to the state before the first step."""
-        plan, execution = self.assembly.plan, self.assembly.execution
+        plan = self.assembly.plan
+        execution = self.assembly.execution
 
         def around(params: Any, key: Any) -> TrainState:
             return state_around(plan.model, plan.optimizer, execution, params, key)
@@ -159,7 +161,8 @@ def _fill(
         run = _train(config, programs, task, number, stop)
         runs.append(run)
         if run["bits"] is None:
-            seed, skipped = training.seed + number, run["skipped"]
+            seed = training.seed + number
+            skipped = run["skipped"]
             reason = f"seed {seed}: {skipped} steps of workers not finite"
             record |= {"status": "diverged", "reason": reason}
     record |= {key: [run[key] for run in runs] for key in runs[0]}
@@ -172,7 +175,8 @@ def _train(
     """Train one seed; `bits` is None where it diverged."""
     assembly = programs.assembly
     training = assembly.plan.config.training
-    state, measured = programs.begin(task.params[number], key_of(config, number)), []
+    state = programs.begin(task.params[number], key_of(config, number))
+    measured = []
     for rows in task.training[number]:
         check_stop(stop)
         batch = global_batch(rows_of_batch(rows, training.batch_size), task.mesh)

@@ -55,7 +55,8 @@ class RoutersStudy:
 
     def __init__(self, config: RoutersConfig, directory: RunDirectory):
         config.schedule.build(config.training.steps)  # an early error: else every method fails
-        self._config, self._directory = config, directory
+        self._config = config
+        self._directory = directory
         self._tasks, self._data = load_tasks(config)
         self._file = TrialsFile(directory.trials_file)
         # The last record of a trial is the newest.
@@ -81,7 +82,10 @@ class RoutersStudy:
 
     def write(self, status: str, seconds: float) -> str:
         """Write summary.json and the picture; return the tables as text."""
-        config, tables, sentences, pages = self._config, {}, [], []
+        config = self._config
+        tables = {}
+        sentences = []
+        pages = []
         records = [r for r in self._records.values() if r["method"] in config.chosen]
         floors = self._tasks["languages"].floors
         for objective, title in TITLES.items():
@@ -156,7 +160,8 @@ class RoutersStudy:
 
 def _progress(record: Mapping[str, Any]) -> str:
     """Return the line that reports a finished trial."""
-    name, kind = f"{record['method']:24}", record["objective"].replace("_", " ")
+    name = f"{record['method']:24}"
+    kind = record["objective"].replace("_", " ")
     if record["status"] != "done":
         return f"{name} {kind}: {record['status']}: {record['reason']}"
     bits = " ".join(f"{value:.4f}" for value in record["corpus"]["bits"])

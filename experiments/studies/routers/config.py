@@ -131,7 +131,8 @@ def model_of(config: RoutersConfig, name: str, objective: ObjectiveName) -> Mode
     Raises:
         ValueError: The method's parts do not go together at these sizes.
     """
-    moe, parts = config.model.moe, METHODS[name].parts()
+    moe = config.model.moe
+    parts = METHODS[name].parts()
     assert moe is not None
     top_k = parts["router"].last_top_k(parts.get("top_k", moe.top_k))
     parts["router"] = parts["router"].sized_for(

@@ -49,7 +49,8 @@ def load_tasks(config: RoutersConfig) -> tuple[dict[str, RoutersTask], str]:
     Raises:
         ValueError: Data without bytes, too large a vocabulary, or too few rows.
     """
-    first, length = config.training.seed, config.training.sequence_length
+    first = config.training.seed
+    length = config.training.sequence_length
     seeds = range(first, first + config.seeds)
     corpus = config.corpus.build(first)
     mixtures = [config.languages.build(seed) for seed in seeds]
@@ -87,7 +88,8 @@ def _held_out_languages(
     config: RoutersConfig, source: SyntheticSource
 ) -> tuple[tuple[int, ...], Batches]:
     """Return batches of one language each, in turn, and their languages."""
-    number, size = len(source.chains), config.training.batch_size
+    number = len(source.chains)
+    size = config.training.batch_size
     each = max(1, config.evaluation_batches // number)
     rows: list[list[np.ndarray]] = [[] for _ in range(number)]
     for tokens in _validation_rows(source, config.training.sequence_length):
@@ -96,10 +98,12 @@ def _held_out_languages(
             mine.append(tokens)
         if all(len(row) == each * size for row in rows):
             break
-    languages, batches = [], []
+    languages = []
+    batches = []
     for language, mine in enumerate(rows):
         for part in np.stack(mine).reshape(each, size, -1):
-            inputs, targets = jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:])
+            inputs = jnp.asarray(part[:, :-1])
+            targets = jnp.asarray(part[:, 1:])
             ones = jnp.ones(inputs.shape, jnp.float32)
             batches.append(Batch(tokens=inputs, targets=targets, loss_weights=ones))
             languages.append(language)

@@ -46,7 +46,8 @@ def rows_of(
 
 def _row(record: Mapping[str, Any], reference: Mapping[str, Any] | None, floor: float) -> Row:
     row: Row = {key: record.get(key) for key in ("method", "status", "reason", "causal", "source")}
-    corpus, languages = record.get("corpus", {}), record.get("languages", {})
+    corpus = record.get("corpus", {})
+    languages = record.get("languages", {})
     row["bits"] = _mean(corpus.get("bits"))
     row["difference"], row["half_width"] = None, None
     if row["bits"] is not None and reference and _mean(reference["corpus"]["bits"]) is not None:

@@ -88,7 +88,8 @@ class RouterPrograms(StudyPrograms):
     @functools.cached_property
     def look(self) -> Callable[[Any, Any, Batch, Array], tuple[Array, RouterStatistics]]:
         """Program to evaluation logits and statistics of a held-out batch, for one examination."""
-        look, state = _look_of(self.model, self.objective), self.any_state
+        look = _look_of(self.model, self.objective)
+        state = self.any_state
         arguments = (state.params, state.router_state, self.batch, jnp.int32(0))
         return self.compile(look, *arguments, options=RARE)
 
@@ -164,7 +165,8 @@ def run_trial(
     Raises:
         StoppedError: A signal arrived.
     """
-    started, programs = time.perf_counter(), None
+    started = time.perf_counter()
+    programs = None
     record: Record = {"method": name, "objective": objective, "source": METHODS[name].source}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RoutingWarning)
@@ -266,7 +268,8 @@ def _evaluate(
         for batch in task.held_out
         for index in range(number)
     ]
-    moe, base = programs.model.moe, config.model.moe
+    moe = programs.model.moe
+    base = config.model.moe
     assert moe is not None and base is not None
     computed = sum(float(s.kept[:, : moe.num_experts].sum()) for s in sums)
     tokens = sum(float(s.num_tokens.sum()) for s in sums)

@@ -135,14 +135,16 @@ def _tokens(setting: AxisSetting, value: float) -> AxisSetting:
 
 
 def _batch(setting: AxisSetting, value: float) -> AxisSetting:
-    training, size = setting.training, int(value)
+    training = setting.training
+    size = int(value)
     steps = max(1, round(training.steps * training.batch_size / size))
     training = dataclasses.replace(training, steps=steps, batch_size=size)
     return dataclasses.replace(setting, training=training)
 
 
 def _granularity(setting: AxisSetting, value: float) -> AxisSetting:
-    moe, top_k = _moe(setting, "granularity"), int(value)
+    moe = _moe(setting, "granularity")
+    top_k = int(value)
 
     def scale(field: str, old: int, factor: float) -> int:
         return _in_proportion(f"model.moe.{field}", old, factor, value, "granularity")

@@ -59,7 +59,9 @@ def size_of(
     """
     assert config.budget is not None
     arms = config.chosen_arms
-    per_step, fixed, number = 0.0, compiling, 0
+    per_step = 0.0
+    fixed = compiling
+    number = 0
     for cell in cells:
         step, evaluation = timed[cell.arm, cell.value]
         # One rate beyond an edge of the grid is counted as expected.

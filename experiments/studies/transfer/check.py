@@ -55,7 +55,9 @@ class CoordinateCheck:
     """The check of one directory; nothing of it is kept when it is stopped."""
 
     def __init__(self, config: TransferConfig, directory: RunDirectory, data: SweepData):
-        self._config, self._directory, self._data = config, directory, data
+        self._config = config
+        self._directory = directory
+        self._data = data
         self._measured: dict[str, dict[str, np.ndarray]] = {}
         self._results: dict[str, dict[str, Any]] = {}
         self._lines: list[list[str]] = [HEADINGS]
@@ -63,7 +65,8 @@ class CoordinateCheck:
 
     def run(self, stop: StopRequest) -> str:
         """Check every arm; return "failed" where one fails that claims to keep its rate."""
-        cells, is_bad = cells_of(self._config), False
+        cells = cells_of(self._config)
+        is_bad = False
         try:
             for name, arm in self._config.chosen_arms.items():
                 mine = [cell for cell in cells if cell.arm == name]
@@ -160,7 +163,8 @@ def measure(
 
 
 def _line(arm: str, coordinate: Coordinate) -> list[str]:
-    values, changes = coordinate.value_slopes, coordinate.change_slopes
+    values = coordinate.value_slopes
+    changes = coordinate.change_slopes
     slopes = (values[0], values[-1], changes[0], changes[-1])
     return [
         arm,
@@ -203,7 +207,8 @@ def draw_coordinates(
     places = iter(panels)
     for arm, quantities in measured.items():
         for name, array in quantities.items():
-            axes, steps = next(places), array.shape[2] - 1
+            axes = next(places)
+            steps = array.shape[2] - 1
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
             axes.set_xticks(points, [f"{value:g}" for value in points])

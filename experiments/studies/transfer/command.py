@@ -107,7 +107,9 @@ class Sweep:
     """
 
     def __init__(self, config: TransferConfig, directory: RunDirectory, data: SweepData):
-        self._config, self._directory, self._data = config, directory, data
+        self._config = config
+        self._directory = directory
+        self._data = data
         self._file = TrialsFile(directory.trials_file)
         self._programs: dict[Any, SweepPrograms] = {}
         self._records: dict[tuple[str, float, float, int], Record] = {}
@@ -161,8 +163,12 @@ class Sweep:
 
     def write(self, status: str, seconds: float) -> str:
         """Write summary.json and the picture; return the tables as text."""
-        config, unit, axis = self._config, self._data.unit, AXES[self._config.axis]
-        points, arms, curves = [], [], self._curves()
+        config = self._config
+        unit = self._data.unit
+        axis = AXES[self._config.axis]
+        points = []
+        arms = []
+        curves = self._curves()
         for name, arm in config.chosen_arms.items():
             mine = curves.get(name, {})
             if len(mine) < 2:
@@ -173,7 +179,8 @@ class Sweep:
                 points.append(point_row(name, value, curve, transfer.optima.get(value), violation))
             bytes_per_token = 1.0 / self._data.tokens_per_unit
             arms.append(arm_row(name, transfer, config.axis in arm.claims, bytes_per_token))
-        lines, totals = point_lines(points, config.axis, unit), arm_lines(arms)
+        lines = point_lines(points, config.axis, unit)
+        totals = arm_lines(arms)
         values = [row["value"] for row in points]
         ends = (min(values), max(values)) if values else (1.0, 1.0)
         verdicts = [sentence(row, config.axis, ends, unit) for row in arms]
@@ -211,7 +218,8 @@ class Sweep:
 
     def _say_plan(self) -> None:
         config = self._config
-        arms, points = config.chosen_arms, config.chosen_points
+        arms = config.chosen_arms
+        points = config.chosen_points
         steps = " ".join(
             f"{steps}" for steps in dict.fromkeys(c.config.training.steps for c in self._cells)
         )
@@ -230,7 +238,8 @@ class Sweep:
         yield from self._config.rates_of(self._config.chosen_arms[cell.arm])
         points = self._config.chosen_points
         for _ in range(self._config.extend):
-            curve, needed = self._curve(cell.arm, cell.value), None
+            curve = self._curve(cell.arm, cell.value)
+            needed = None
             smallest = self._curve(cell.arm, points[0])
             if cell.value == points[-1] and smallest is not None:
                 optimum = find_optimum(smallest)
@@ -242,7 +251,8 @@ class Sweep:
 
     def _run_rate(self, cell: Cell, rate: float, stop: StopRequest) -> None:
         """Train all seeds at one rate of one cell."""
-        started, is_new = time.perf_counter(), False
+        started = time.perf_counter()
+        is_new = False
         for seed in self._seeds:
             saved = self._records.get((cell.arm, cell.value, rate, seed))
             if saved is not None and self._is_current(cell, saved):
@@ -326,7 +336,8 @@ def rate_beyond(curve: Curve, needed: float | None = None) -> float | None:
         needed: A rate that the grid is to reach as well.
     """
     x, losses = curve.known
-    lowest, highest = curve.rates[0], curve.rates[-1]
+    lowest = curve.rates[0]
+    highest = curve.rates[-1]
     best = int(losses.mean(1).argmin()) if len(x) else 0
     if best == 0 and (not len(x) or 2 ** x[0] < lowest * 1.001):
         return lowest / SPACING

@@ -29,7 +29,9 @@ from jaxmoe.scaling import BasePoint, ParameterizationBase
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
 """Fields that may change when a directory is continued: further trials are added."""
-MOST_SEEDS, FEWEST_RATES, MOST_RATES = 16, 3, 15
+MOST_SEEDS = 16
+FEWEST_RATES = 3
+MOST_RATES = 15
 SPACING = 2.0
 """Ratio of neighbouring rates of a grid that is given as a count."""
 OWN = "own"
@@ -121,7 +123,8 @@ class TransferConfig:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least {least}")
 
     def _check_points(self) -> None:
-        points, axis = self.points, AXES[self.axis]
+        points = self.points
+        axis = AXES[self.axis]
         if len(points) == 1:
             raise ValueError(
                 f"points={points[0]:g}: one point has nothing to transfer to; give two or more"
@@ -216,7 +219,8 @@ def cells_of(config: TransferConfig) -> tuple[Cell, ...]:
     Raises:
         ValueError: Sizes that do not divide, or an arm that does not fit the model.
     """
-    axis, points = AXES[config.axis], config.chosen_points
+    axis = AXES[config.axis]
+    points = config.chosen_points
     start = AxisSetting(model=config.model, training=config.training)
     settings = {value: axis.apply(start, value) for value in points}
     base = _base_of(config, settings[points[0]])

@@ -121,13 +121,18 @@ def _vertices(x: np.ndarray, means: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     more could leave them.
     """
     best = means.argmin(1)
-    places, losses = x[best].astype(float), means.min(1)
+    places = x[best].astype(float)
+    losses = means.min(1)
     for index in set(best.tolist()) - {0, len(x) - 1}:  # rows of one window are one fit
         rows = np.flatnonzero(best == index)
-        offset, near = x - x[index], _near(x, index)
+        offset = x - x[index]
+        near = _near(x, index)
         a, b, c = np.polyfit(offset[near], means[rows][:, near].T, 2)
         is_convex = a > 0.0
-        a, b, c, rows = a[is_convex], b[is_convex], c[is_convex], rows[is_convex]
+        a = a[is_convex]
+        b = b[is_convex]
+        c = c[is_convex]
+        rows = rows[is_convex]
         place = np.clip(-b / (2 * a), offset[index - 1], offset[index + 1])
         places[rows], losses[rows] = x[index] + place, a * place**2 + b * place + c
     return places, losses
@@ -152,7 +157,8 @@ def loss_at(curve_x: np.ndarray, mean: np.ndarray, place: float) -> float | None
     line = float(np.interp(place, curve_x, mean))
     if best in (0, len(curve_x) - 1):
         return line
-    low, high = curve_x[best - 1], curve_x[best + 1]
+    low = curve_x[best - 1]
+    high = curve_x[best + 1]
     if not low <= place <= high:
         return line
     near = _near(curve_x, best)
@@ -219,8 +225,10 @@ def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
     draws = {value: replicate(curves[value], random) for value in values}
     by_value = {value: find_optimum(curves[value], draws[value]) for value in values}
     optima = {value: optimum for value, optimum in by_value.items() if optimum is not None}
-    first, last = optima.get(values[0]), optima.get(values[-1])
-    shift, bound = None, "unknown"
+    first = optima.get(values[0])
+    last = optima.get(values[-1])
+    shift = None
+    bound = "unknown"
     if first is not None and last is not None:
         shift, bound = _shift(first, last)
     places = {  # of the replicates, by value

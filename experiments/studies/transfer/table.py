@@ -154,7 +154,8 @@ def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: s
         values: Values of the points, rising.
         unit: Unit of the loss.
     """
-    first, last = values[0], values[-1]
+    first = values[0]
+    last = values[-1]
     where = f"over {axis} {first:g} to {last:g} (a factor of {last / first:g})"
     if row["verdict"] == "undecided":
         return (
@@ -188,7 +189,8 @@ def balance_rows(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         values = sorted(value for value, violation in violations.items() if violation is not None)
         if len(values) < 2:
             continue
-        first, last = values[0], values[-1]
+        first = values[0]
+        last = values[-1]
         fall = violations[first] / max(violations[last], np.finfo(float).tiny)
         passes = fall >= LEAST_FALL
         table_rows.append({"arm": arm, "values": [first, last], "fall": fall, "passes": passes})

@@ -54,7 +54,8 @@ class SweepData:
     """
 
     def __init__(self, config: TransferConfig):
-        training, model = config.training, config.model
+        training = config.training
+        model = config.model
         self.source: Source = config.data.build(training.seed)
         check_vocabulary(
             self.source, model, num_masks=model.vocab_size - training.objective.num_predicted(model)
@@ -101,7 +102,8 @@ class SweepPrograms(StudyPrograms):
 
     def __init__(self, cell: Cell, batch: Batch):
         plan = cell.plan
-        self._table, self._config = plan.table, cell.config.optimizer
+        self._table = plan.table
+        self._config = cell.config.optimizer
         super().__init__(
             plan.model,
             plan.optimizer,
@@ -188,9 +190,12 @@ def train(
     Raises:
         StoppedError: A signal arrived.
     """
-    started, training = time.perf_counter(), cell.seeded(seed)
-    state, factors = programs.init(jax.random.key(seed)), schedule_factors(cell)
-    measured, is_diverged = [], False
+    started = time.perf_counter()
+    training = cell.seeded(seed)
+    state = programs.init(jax.random.key(seed))
+    factors = schedule_factors(cell)
+    measured = []
+    is_diverged = False
     for batches in data.pieces(training, piece_of(training.steps)):
         check_stop(stop)
         state, metrics = programs.train_piece(state, jnp.float32(rate), factors, batches)
@@ -232,11 +237,13 @@ def seconds_of(programs: SweepPrograms, cell: Cell, data: SweepData) -> tuple[fl
     training = cell.seeded(cell.config.training.seed)
     piece = piece_of(training.steps)
     (batches,) = data.pieces(dataclasses.replace(training, steps=piece), piece)
-    state, factors = programs.init(jax.random.key(0)), schedule_factors(cell)
+    state = programs.init(jax.random.key(0))
+    factors = schedule_factors(cell)
     # The cell's own rate: at 0 an independent weight decay would be infinite and every step
     # refused.
     rate = jnp.float32(cell.config.optimizer.learning_rate)
-    steps, evaluations = [], []
+    steps = []
+    evaluations = []
     for _ in range(_TIMED):
         started = time.perf_counter()
         state, _ = programs.train_piece(state, rate, factors, batches)

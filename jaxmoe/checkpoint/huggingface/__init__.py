@@ -152,10 +152,12 @@ def open_huggingface(
     if state_dict is None and isinstance(config, Mapping):
         raise CheckpointError("from_huggingface needs tensors: give the model's state_dict")
     if isinstance(config, Mapping):
-        fields, where = config, ""
+        fields = config
+        where = ""
         check_fields(fields)
     else:
-        fields, where = read_fields(config), f"{_config_file(config)}: "
+        fields = read_fields(config)
+        where = f"{_config_file(config)}: "
     try:
         family = family_of(fields)
         model = family.model(fields)

@@ -57,7 +57,8 @@ def _window(model: ModelConfig) -> int | None:
 
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of `Qwen3MoeForCausalLM`."""
-    moe, window = moe_of(model), _window(model)
+    moe = moe_of(model)
+    window = _window(model)
     dense = model.dense_layers if model.moe else range(model.num_layers)
     return shared_fields(model) | {
         "head_dim": model.attention.head_dim,
@@ -197,7 +198,8 @@ def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:
 
 def _of_inference(model: ModelConfig) -> ModelConfig:
     """Return the model without properties that change no logit in evaluation, in normal form."""
-    scale, default_scale = model.multipliers.attention_scale, model.attention.head_dim**-0.5
+    scale = model.multipliers.attention_scale
+    default_scale = model.attention.head_dim**-0.5
     if scale is not None and math.isclose(scale, default_scale, rel_tol=1e-12):
         multipliers = dataclasses.replace(model.multipliers, attention_scale=None)
         model = dataclasses.replace(model, multipliers=multipliers)

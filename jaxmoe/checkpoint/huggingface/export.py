@@ -97,12 +97,14 @@ def to_huggingface(
             f"family={name!r} is not among {', '.join((*FAMILIES, modeling.NAME))}"
             + closest(name, FAMILIES)
         )
-    chosen, place = OWN if name == modeling.NAME else FAMILIES[name], pathlib.Path(directory)
+    chosen = OWN if name == modeling.NAME else FAMILIES[name]
+    place = pathlib.Path(directory)
     config = _config(described, name, chosen, dtype, max_length) | dict(fields or {})
     if chosen is not OWN and not len(state_table(model)):
         read = chosen.model(config)
         if len(state_table(read)):  # a family that always has a bias, of zeros where there is none
-            model, router_state = read, initial_router_state(read)
+            model = read
+            router_state = initial_router_state(read)
     arrays = _arrays(model, params, router_state)
     if experts == "stacked" and chosen is OWN:
         raise CheckpointError(f"{modeling.FILE} has a module for each expert: experts='each'")
@@ -222,7 +224,8 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
     Raises:
         CheckpointError: They are not those of the model, with all differences.
     """
-    table, states = parameter_table(model), state_table(model)
+    table = parameter_table(model)
+    states = state_table(model)
     arrays: dict[str, Any] = dict(traverse_util.flatten_dict(dict(params), sep="/"))
     if len(states) and not router_state:
         raise CheckpointError(
@@ -311,9 +314,11 @@ class _ExportSource:
 
     def _part(self, row: ParameterSpec, piece: TensorPiece) -> np.ndarray:
         """Return the values of a part of a tensor."""
-        target, offset = piece.target, None
+        target = piece.target
+        offset = None
         if target and isinstance(target[0], int):
-            offset, target = target[0], target[1:]
+            offset = target[0]
+            target = target[1:]
         if self._held[0] != (row.path, offset):
             self._held = ((None, None), np.empty(0))  # frees the previous layer first
             self._held = ((row.path, offset), _layer(self._arrays[row.path], offset))

@@ -121,7 +121,8 @@ def _qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
     moe = parts.token_choice(fields, expert_dim=fields.size("moe_intermediate_size"))
     window = fields.get("sliding_window")  # ignored without use_sliding_window
     window = window if fields.get("use_sliding_window") else None
-    num_layers, step = fields.size("num_hidden_layers"), fields.get("decoder_sparse_step") or 1
+    num_layers = fields.size("num_hidden_layers")
+    step = fields.get("decoder_sparse_step") or 1
     dense_layers = frozenset(fields.get("mlp_only_layers") or ())
     dense = tuple(i for i in range(num_layers) if i in dense_layers or (i + 1) % step)
     return parts.assemble(
@@ -152,7 +153,8 @@ def _deepseek_v3(config: Mapping[str, Any]) -> ModelConfig:
         rope_layout="interleaved" if fields.get("rope_interleave", default=True) else "halves",
     )
     fields.only("qk_head_dim", attention.head_dim, "it is qk_nope_head_dim + qk_rope_head_dim")
-    number, chosen = fields.size("n_group"), fields.size("topk_group")
+    number = fields.size("n_group")
+    chosen = fields.size("topk_group")
     groups = GroupLimitConfig(num_groups=number, top_groups=chosen, best_per_group=2)
     scale = float(fields.there("routed_scaling_factor"))
     is_renormalized = fields.get("norm_topk_prob", default=True)
@@ -165,7 +167,8 @@ def _deepseek_v3(config: Mapping[str, Any]) -> ModelConfig:
         gate=(RenormalizedGateConfig if is_renormalized else SoftmaxGateConfig)(scale=scale),
         balancers=(),
     )
-    num_layers, first = fields.size("num_hidden_layers"), fields.there("first_k_dense_replace")
+    num_layers = fields.size("num_hidden_layers")
+    first = fields.there("first_k_dense_replace")
     dense = tuple(range(min(first, num_layers)))
     return parts.assemble(fields, moe, attention, dense=dense, has_balance=False)
 

@@ -51,7 +51,8 @@ class StoredTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # every read makes a new array
-        kind, size = jnp.dtype(self.dtype), math.prod(self.shape)
+        kind = jnp.dtype(self.dtype)
+        size = math.prod(self.shape)
         # Not mapped: mapped pages stay in memory until the whole file is there.
         values = np.fromfile(self.file, kind, size, offset=self.start).reshape(self.shape)
         return values if dtype is None else values.astype(dtype)
@@ -189,7 +190,8 @@ def write_tensors(
 
 def _shards(planned: Mapping[str, Planned], max_shard_bytes: int) -> Sequence[Sequence[str]]:
     """Return the names in each file, in order."""
-    shards, num_bytes = [[]], 0
+    shards = [[]]
+    num_bytes = 0
     for name, tensor in planned.items():
         if shards[-1] and num_bytes + tensor.num_bytes > max_shard_bytes:
             shards.append([])
@@ -207,7 +209,8 @@ def write_file(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in planned.items():
-        start, end = end, end + tensor.num_bytes
+        start = end
+        end = end + tensor.num_bytes
         entry = {"dtype": names[tensor.dtype], "shape": list(tensor.shape)}
         header[name] = entry | {"data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

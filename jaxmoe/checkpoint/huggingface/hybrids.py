@@ -52,7 +52,8 @@ def jamba(config: Mapping[str, Any]) -> ModelConfig:
     fields.only("mamba_inner_layernorms", True, "Jamba norms what steps are computed from")
     for name in ("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep"):
         fields.get(name)  # how it is computed
-    num_layers, width = fields.size("num_hidden_layers"), fields.size("hidden_size")
+    num_layers = fields.size("num_hidden_layers")
+    width = fields.size("hidden_size")
     rank = fields.get("mamba_dt_rank", default="auto")
     mamba = MambaConfig(
         inner_dim=fields.size("mamba_expand") * width,
@@ -89,7 +90,9 @@ def jamba_fields(model: ModelConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: Layers do not follow a period, or the channels are no multiple of D.
     """
-    mixer, moe, kinds = _recurrent(model, MambaConfig()), moe_of(model), model.kinds
+    mixer = _recurrent(model, MambaConfig())
+    moe = moe_of(model)
+    kinds = model.kinds
     attends = _period_of("attention", [not kind.mixer.is_recurrent for kind in kinds])
     routed = _period_of("experts", [kind.feed_forward.is_routed for kind in kinds])
     return shared_fields(model) | {
@@ -122,7 +125,8 @@ def granite_moe_hybrid(config: Mapping[str, Any]) -> ModelConfig:
             f"config.time_step_limit={shown(limit)} is not supported, only [0, infinity]: steps are"
             " not bounded here"
         )
-    width, heads = fields.size("hidden_size"), fields.size("mamba_n_heads")
+    width = fields.size("hidden_size")
+    heads = fields.size("mamba_n_heads")
     inner = fields.size("mamba_expand") * width
     given = fields.get("mamba_d_head", default="auto")
     head_dim = inner // heads if given == "auto" else fields.size("mamba_d_head")
@@ -151,9 +155,11 @@ def granite_moe_hybrid(config: Mapping[str, Any]) -> ModelConfig:
         fields, qk_norm="none", positions="rotary" if turns == "rope" else "none"
     )
     mixers = [mamba if is_recurrent else attention for is_recurrent in _layer_types(fields)]
-    moe, shared = None, fields.size("shared_intermediate_size")
+    moe = None
+    shared = fields.size("shared_intermediate_size")
     if fields.get("num_local_experts", default=8):
-        expert_dim, method = fields.size("intermediate_size"), METHODS["mixtral"]
+        expert_dim = fields.size("intermediate_size")
+        method = METHODS["mixtral"]
         if shared % expert_dim:
             raise CheckpointError(
                 f"config.shared_intermediate_size={shared} must be a multiple of"
@@ -189,9 +195,11 @@ def granite_moe_hybrid_fields(model: ModelConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: The channels are no multiple of D.
     """
-    mixer, moe = _recurrent(model, _find_unused(model)), moe_of(model)
+    mixer = _recurrent(model, _find_unused(model))
+    moe = moe_of(model)
     attention: Any = model.attention
-    shared, factors = moe.num_shared_experts * moe.expert_dim, model.multipliers
+    shared = moe.num_shared_experts * moe.expert_dim
+    factors = model.multipliers
     scale = factors.attention_scale
     return shared_fields(model) | {
         "head_dim": attention.head_dim,

@@ -71,7 +71,8 @@ def check_computed(model: ModelConfig) -> None:
     Raises:
         CheckpointError: One line for each choice that it does not compute.
     """
-    moe, chosen = model.moe, dict[str, Any](attention=model.attention, residual=model.residual)
+    moe = model.moe
+    chosen = dict[str, Any](attention=model.attention, residual=model.residual)
     if moe is not None:
         bias = getattr(moe.router, "bias", None)
         chosen |= {"moe.router": moe.router, "moe.router.bias": bias, "moe.gate": moe.gate}

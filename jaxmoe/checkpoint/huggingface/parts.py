@@ -81,7 +81,8 @@ def grouped(
     Raises:
         CheckpointError: The width does not divide by the number of heads.
     """
-    heads, width = fields.size("num_attention_heads"), fields.size("hidden_size")
+    heads = fields.size("num_attention_heads")
+    width = fields.size("hidden_size")
     if fields.get("head_dim") is None and width % heads:
         raise CheckpointError(
             f"config.hidden_size={width} does not divide by num_attention_heads={heads}, and there"
@@ -125,7 +126,8 @@ def assemble(
         CheckpointError: A field has a value that no family supports.
     """
     fields.check_supported()
-    num_layers, width = fields.size("num_hidden_layers"), fields.size("hidden_size")
+    num_layers = fields.size("num_hidden_layers")
+    width = fields.size("hidden_size")
     coefficient = fields.get("router_aux_loss_coef", default=0.0)
     is_dense = moe is None or len(dense) == num_layers
     model = ModelConfig(

@@ -72,7 +72,8 @@ def write_peft(
     """
     adapter = lora_of(model)
     family = family_of_model(plain := dataclasses.replace(model, adapter=None))
-    chosen, every = list[tuple[PeftMatrix, int]](), list[PeftMatrix]()
+    chosen = list[tuple[PeftMatrix, int]]()
+    every = list[PeftMatrix]()
     for row, scales in adapted_rows(model):
         rank = adapter.rank_of(row)
         for matrix in matrices_of(plain, family, row, has_fused_experts=family is not OWN):
@@ -84,7 +85,8 @@ def write_peft(
     read: dict[str, tuple[PeftMatrix, int]] = {}
     planned: dict[str, Planned] = {}
     for matrix, rank in chosen:
-        keys, shapes = matrix.keys(names), matrix.shapes(rank)
+        keys = matrix.keys(names)
+        shapes = matrix.shapes(rank)
         read |= {key: (matrix, index) for index, key in enumerate(keys)}
         planned |= {key: Planned(s, dtype) for key, s in zip(keys, shapes, strict=True)}
 
@@ -140,15 +142,20 @@ def adapted_rows(model: ModelConfig) -> list[tuple[ParameterSpec, tuple[float, .
 
 def _factors_of(matrix: PeftMatrix, params: Mapping[str, Any]) -> PeftFactors:
     """Return the factors of one matrix."""
-    down, up = params[f"{matrix.path}:down"], params[f"{matrix.path}:up"]
+    down = params[f"{matrix.path}:down"]
+    up = params[f"{matrix.path}:up"]
     if matrix.layer is not None:
-        down, up = down[matrix.layer], up[matrix.layer]
-    down, up = np.asarray(down), np.asarray(up)
+        down = down[matrix.layer]
+        up = up[matrix.layer]
+    down = np.asarray(down)
+    up = np.asarray(up)
     if matrix.expert is not None:
-        down, up = down[matrix.expert], up[matrix.expert]
+        down = down[matrix.expert]
+        up = up[matrix.expert]
     if matrix.half is not None:
         up = up[..., matrix.half, :]
-    rank, batch = down.shape[-1], down.shape[:1] if matrix.num_experts is not None else ()
+    rank = down.shape[-1]
+    batch = down.shape[:1] if matrix.num_experts is not None else ()
     return PeftFactors(
         down.reshape(*batch, matrix.fan_in, rank), up.reshape(*batch, rank, matrix.fan_out)
     )

@@ -73,7 +73,8 @@ def fields_of(
         every: Matrices of the adapted parameters in all layers, adapted or not.
         base: Path or name of the adapted model; empty if it is in no such files.
     """
-    adapted, untargeted = list(matrices), list[PeftMatrix]()
+    adapted = list(matrices)
+    untargeted = list[PeftMatrix]()
     names = {matrix.name for matrix, _ in adapted}
     untargeted = [matrix for matrix in every if matrix.name not in names]
     modules = sorted({matrix.target for matrix, _ in adapted if not matrix.is_parameter})

@@ -75,7 +75,8 @@ def read_peft(
         CheckpointError: It is not plain LoRA; a tensor is not of this model, of another shape or
             not finite; one factor of a matrix is missing; or weights are not those of the model.
     """
-    place, family = pathlib.Path(directory), family_of_model(model)
+    place = pathlib.Path(directory)
+    family = family_of_model(model)
     fields = read_peft_fields(place)
     if (place / _PICKLED).exists() and not (place / TENSORS).exists():
         raise CheckpointError(
@@ -84,7 +85,8 @@ def read_peft(
         )
     tensors = dict(open_tensors(plain_file(place, TENSORS)))
     table = parameter_table(model)
-    read_keys, found = set[str](), dict[str, list[tuple[PeftMatrix, PeftFactors, float]]]()
+    read_keys = set[str]()
+    found = dict[str, list[tuple[PeftMatrix, PeftFactors, float]]]()
     for row in table:
         if row.declaration.matrix is None or row.declaration.role == "embedding":
             continue
@@ -135,7 +137,8 @@ def _copies(
         )
     flat = {} if params is None or not found else traverse_util.flatten_dict(params(), sep="/")
     for key, row in found.items() if flat else ():
-        theirs, ours = np.asarray(tensors[key], np.float32), np.asarray(flat[row.path], np.float32)
+        theirs = np.asarray(tensors[key], np.float32)
+        ours = np.asarray(flat[row.path], np.float32)
         ours = ours if ours.shape == theirs.shape else ours.T
         if not np.allclose(theirs, ours, rtol=_ROUNDING, atol=_ROUNDING):
             raise CheckpointError(
@@ -225,7 +228,9 @@ def _merge(
         by_place.setdefault((matrix.layer, matrix.expert), []).append((matrix, factors, scale))
     parts = []
     for (layer, expert), experts in sorted(by_place.items(), key=lambda item: str(item[0])):
-        down, up, scale = experts[0][1].down, experts[0][1].up, experts[0][2]
+        down = experts[0][1].down
+        up = experts[0][1].up
+        scale = experts[0][2]
         if experts[0][0].half is not None:
             down, up = _halves({m.half or 0: (f, s / scale) for m, f, s in experts})
         parts.append(_MatrixPart(layer=layer, expert=expert, down=down, up=up, scale=scale))
@@ -242,7 +247,8 @@ def _halves(halves: Mapping[int, tuple[PeftFactors, float]]) -> tuple[np.ndarray
     is_shared = all(np.array_equal(down, downs[0]) for down in downs)
     rank = downs[0].shape[-1] if is_shared else sum(down.shape[-1] for down in downs)
     width = next(iter(halves.values()))[0].up.shape[-1]
-    up, first = np.zeros((rank, 2, width), np.float32), 0
+    up = np.zeros((rank, 2, width), np.float32)
+    first = 0
     for half, (factors, scale) in halves.items():
         size = factors.up.shape[0]
         up[first : first + size, half] = factors.up if scale == 1 else scale * factors.up
@@ -258,7 +264,8 @@ def _adapter_of(
 ) -> LoraConfig:
     """Return the config with the targets and the largest ranks of the factors."""
     ranks: dict[bool, int] = {}
-    layers, outside = set[int](), False
+    layers = set[int]()
+    outside = False
     stacks = dict(model.layer_numbers)
     for path, parts in merged.items():
         has_experts = ax.EXPERTS in rows[path].declaration.axes
@@ -289,7 +296,8 @@ def _arrays_of(
     model: ModelConfig, merged: Mapping[str, list[_MatrixPart]]
 ) -> dict[str, np.ndarray]:
     """Return the factors and scales of an adapted model by path."""
-    adapter, table = lora_of(model), {row.path: row for row in parameter_table(model)}
+    adapter = lora_of(model)
+    table = {row.path: row for row in parameter_table(model)}
     arrays = {}
     for row, scales in adapted_rows(model):
         scale = adapter.scale_of(row)
@@ -297,7 +305,8 @@ def _arrays_of(
         down, up = (np.zeros(shape, np.float32) for shape in shapes)
         for part in merged.get(row.path, ()):
             where = tuple(index for index in (part.layer, part.expert) if index is not None)
-            rank, ratio = part.down.shape[-1], part.scale / scale
+            rank = part.down.shape[-1]
+            ratio = part.scale / scale
             inner = down[where].reshape(*part.down.shape[:-1], -1)
             outer = up[where].reshape(*part.up.shape[:-2], -1, part.up.shape[-1])
             inner[..., :rank] = part.down  # both are views

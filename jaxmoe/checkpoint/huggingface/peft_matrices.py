@@ -36,9 +36,11 @@ from jaxmoe.scaling.initialize import parameter_table
 from sharding import axes as ax
 
 PREFIX = "base_model.model."
-DOWN, UP = "lora_A.weight", "lora_B.weight"
+DOWN = "lora_A.weight"
+UP = "lora_B.weight"
 _REMAPPED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-_INNER, _OUTER = "gate_up_proj", "down_proj"
+_INNER = "gate_up_proj"
+_OUTER = "down_proj"
 
 
 class PeftFactors(NamedTuple):
@@ -99,7 +101,8 @@ class PeftMatrix:
         """Return A and B as in files."""
         if self.num_experts is None:
             return factors.down.T, factors.up.T
-        down, up = factors.down.transpose(0, 2, 1), factors.up.transpose(2, 1, 0)
+        down = factors.down.transpose(0, 2, 1)
+        up = factors.up.transpose(2, 1, 0)
         return down.reshape(-1, self.fan_in), up.reshape(self.fan_out, -1)
 
     def from_tensors(self, down: np.ndarray, up: np.ndarray) -> PeftFactors:
@@ -127,7 +130,8 @@ def matrices_of(
         CheckpointError: The parameter is a part of a matrix of the family.
     """
     names = InMemory() if has_fused_experts else ()
-    seen, rows = set(), tuple(parameter_table(model))
+    seen = set()
+    rows = tuple(parameter_table(model))
     for piece in pieces_of(model, rows, family.rules, names)[row.path]:
         fused = piece.part != ()
         if fused and ax.EXPERTS not in row.declaration.axes:

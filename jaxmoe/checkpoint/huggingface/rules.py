@@ -80,7 +80,8 @@ def swiglu(path: str, block: str) -> tuple[Rule, ...]:
     )
 
 
-DENSE, SHARED = swiglu("feed_forward", "mlp"), swiglu("moe/shared", "mlp.shared_experts")
+DENSE = swiglu("feed_forward", "mlp")
+SHARED = swiglu("moe/shared", "mlp.shared_experts")
 BIAS = rule(f"{ROUTER_STATE}/bias", "mlp.gate.e_score_correction_bias")
 
 
@@ -96,7 +97,8 @@ def experts(
         in_memory: Name of the module in memory.
     """
     gate, up, down = names
-    expert, stacked = f"{block}.experts.{{expert}}.", f"{in_memory}.experts.gate_up_proj"
+    expert = f"{block}.experts.{{expert}}."
+    stacked = f"{in_memory}.experts.gate_up_proj"
     return (
         rule("moe/router/weight", f"{block}.{router}.weight", f"{in_memory}.{router}.weight"),
         rule("moe/experts/gate_up", f"{expert}{gate}.weight", stacked, half=0),

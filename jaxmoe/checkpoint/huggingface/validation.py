@@ -225,7 +225,8 @@ def check_sizes(
 
 def _too_large(model: ModelConfig, tensors: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
     """Yield what differs: the name of a size, its value in the config, and what was found."""
-    num_layers, num_experts = model.num_layers, model.moe.num_experts if model.moe else 0
+    num_layers = model.num_layers
+    num_experts = model.moe.num_experts if model.moe else 0
     if num_layers > MAX_LAYERS:
         yield "layers", num_layers, f"at most {MAX_LAYERS} layers are read"
     if num_layers * num_experts > MAX_EXPERTS:

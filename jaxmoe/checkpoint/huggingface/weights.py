@@ -42,7 +42,8 @@ from sharding import axes as ax
 from sharding.mesh import named_shardings
 from sharding.rules import LogicalAxisRules
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 ROUTER_STATE = "router_state"
 """First part of the paths of router state."""
 Nonfinite = Literal["refuse", "keep"]
@@ -111,7 +112,8 @@ class Tensors:
     ):
         self.table = parameter_table(model, rules=axis_rules)
         self.state_table = state_table(model)
-        self._tensors, self._nonfinite = tensors, nonfinite
+        self._tensors = tensors
+        self._nonfinite = nonfinite
         rows = (*self.table, *self.state_table)
         self._pieces = pieces_of(model, rows, rules, tensors)
         shapes = {
@@ -121,7 +123,8 @@ class Tensors:
             shapes[HEAD] = shapes[EMBEDDING]
         _check(shapes, tensors)
         if HEAD in shapes and model.has_tied_embeddings:
-            head, table = _values(tensors[HEAD]), _values(tensors[EMBEDDING])
+            head = _values(tensors[HEAD])
+            table = _values(tensors[EMBEDDING])
             if not np.array_equal(head, table, equal_nan=True):
                 raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
 
@@ -140,7 +143,8 @@ class Tensors:
         Raises:
             CheckpointError: A value is NaN or infinite, and such values are refused.
         """
-        pieces, shape = self._pieces[row.path], row.shape
+        pieces = self._pieces[row.path]
+        shape = row.shape
         if layer is not None:
             shape = shape[1:]
             pieces = [
@@ -225,7 +229,9 @@ def _pieces(
         names: Names of the tensors.
         outs: Outputs of each row by its path.
     """
-    path, layers, block = row.path, None, ""
+    path = row.path
+    layers = None
+    block = ""
     if path.startswith(f"{ROUTER_STATE}/"):
         layers = [i for i, kind in enumerate(model.kinds) if kind.feed_forward.is_routed]
     for stack in model.stacks:
@@ -276,7 +282,8 @@ def _of_layer(
     keys_in_file = [key for key in keys if key.replace("{expert}", "0") in names]
     key = keys_in_file[0] if keys_in_file else keys[0]
     halves = 1 if rule.half is None else 2
-    fan_in, out = declaration.fan(0), _outputs(row) // halves
+    fan_in = declaration.fan(0)
+    out = _outputs(row) // halves
     inside = () if rule.half is None else (..., rule.half, slice(None))
     is_transposed = rule.layout in ("out_in", "depthwise")
     first, total = span or (0, out)
@@ -295,7 +302,9 @@ def _of_layer(
         num_experts = row.shape[declaration.axes.index(ax.EXPERTS)]
         first = out * (rule.half or 0)
         for expert in range(num_experts):
-            name, shape, part = key.replace("{expert}", str(expert)), (out, fan_in), ()
+            name = key.replace("{expert}", str(expert))
+            shape = (out, fan_in)
+            part = ()
             if "{expert}" not in key:
                 shape = (num_experts, out * halves, fan_in)
                 part = (expert, slice(first, first + out))
@@ -318,10 +327,8 @@ def _check(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) ->
         lines.append(f"{name}: found {shape_in_file}, not in this model{_near(name, missing)}")
     wrong = []
     for name in shapes.keys() - set(missing):
-        shape_in_file, dtype = (
-            tuple(tensors[name].shape),
-            str(tensors[name].dtype).removeprefix("torch."),
-        )
+        shape_in_file = tuple(tensors[name].shape)
+        dtype = str(tensors[name].dtype).removeprefix("torch.")
         if shape_in_file != shapes[name]:
             wrong.append(f"{name}: found {list(shape_in_file)}, expected {list(shapes[name])}")
         elif dtype not in _FLOATS:
@@ -347,11 +354,15 @@ def _fill(
     """Return one parameter, or one layer of it, f32; each tensor is read once."""
     size = math.prod(shape)
     parameter = _align(size).reshape(shape)
-    filled, last, values = 0, "", np.empty(0)
+    filled = 0
+    last = ""
+    values = np.empty(0)
     for piece in sorted(pieces, key=lambda piece: piece.key):
         if piece.key != last:
-            last, values = piece.key, _values(tensors[piece.key])
-        source, view = values[piece.part], parameter[piece.target]
+            last = piece.key
+            values = _values(tensors[piece.key])
+        source = values[piece.part]
+        view = parameter[piece.target]
         if piece.is_transposed and source.ndim == 2:
             # Blocks of rows that fit the cache: five times as fast as one transpose.
             matrix = view.reshape(source.shape[::-1])  # a view

@@ -108,7 +108,8 @@ class AdaLoraConfig(FactorsConfig):
         if not self.orthogonality:
             return {}
         flat = by_path(params)
-        total, number = jnp.zeros(()), jnp.zeros(())
+        total = jnp.zeros(())
+        number = jnp.zeros(())
         for path in _matrices(flat):
             scale = flat[f"{path}:scale"]
             for factor in _wide_factors(flat, path, placement):
@@ -138,7 +139,9 @@ class AdaLoraConfig(FactorsConfig):
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with new averages, and now and then a choice of triplets."""
         now: Any = state
-        step, params, own = now.step, by_path(now.params), by_path(self.own_state(now))
+        step = now.step
+        params = by_path(now.params)
+        own = by_path(self.own_state(now))
         slopes = by_path(grads)
         is_open = step < self.final
         for path in [path for path in own if path.startswith("sensitivity/")]:
@@ -169,11 +172,9 @@ class AdaLoraConfig(FactorsConfig):
             sensitivity: Average before (I).
             uncertainty: Average before (U).
         """
-        now, first, second = (
-            jnp.abs(weight * slope),
-            self.sensitivity_decay,
-            self.uncertainty_decay,
-        )
+        now = jnp.abs(weight * slope)
+        first = self.sensitivity_decay
+        second = self.uncertainty_decay
         sensitivity = first * sensitivity + (1.0 - first) * now
         return sensitivity, second * uncertainty + (1.0 - second) * jnp.abs(now - sensitivity)
 
@@ -217,7 +218,8 @@ class AdaLoraConfig(FactorsConfig):
             step: Steps done.
             placement: Layout rules.
         """
-        is_live, flats = _use(table), []
+        is_live = _use(table)
+        flats = []
         for path, is_used in is_live.items():
             score = placement.place(_score(state, path), (None,) * is_used.ndim)
             flats.append(jnp.where(is_used, score, -1.0).ravel())  # scores are 0 or more
@@ -233,7 +235,8 @@ class AdaLoraConfig(FactorsConfig):
         )
         places = jnp.argsort(jnp.argsort(scores, stable=True))
         is_in = places >= scores.size - number
-        masks, start = {}, 0
+        masks = {}
+        start = 0
         for path, is_used in is_live.items():
             part = is_in[start : start + is_used.size].reshape(is_used.shape)
             start += is_used.size

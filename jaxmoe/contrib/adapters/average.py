@@ -152,7 +152,8 @@ class Averaging(StepPart):
         """Return the training state with the average after an accepted step."""
         del before
         table = step.table or parameter_table(step.model)
-        trained, average = table.trained(after.params), self.own_state(after)
+        trained = table.trained(after.params)
+        average = self.own_state(after)
         rows = table.trained(table.tree(lambda row: row))
         slopes = average.get("grads")
         earlier = jax.tree.map(lambda _: None, trained) if slopes is None else slopes

@@ -84,7 +84,8 @@ class LiftConfig(Adapter):
     ) -> list[ParameterSpec]:
         declaration = row.declaration
         assert declaration.matrix is not None  # targets are matrices
-        m, n = declaration.fan(0), declaration.fan(1)
+        m = declaration.fan(0)
+        n = declaration.fan(1)
         batch = len(declaration.shape) - sum(map(len, declaration.matrix))
         shape = (*declaration.shape[:batch], min((m + n) * self.rank, m * n))
         vector = Declaration(
@@ -94,10 +95,8 @@ class LiftConfig(Adapter):
             matrix=None,
             init="zeros",
         )
-        ones, stack = (
-            (1,) * len(declaration.matrix[0]),
-            declaration.axes[0] if declaration.is_stacked else ax.RANK,
-        )
+        ones = (1,) * len(declaration.matrix[0])
+        stack = declaration.axes[0] if declaration.is_stacked else ax.RANK
         used = dataclasses.replace(
             vector,
             shape=(len(is_adapted), *ones),
@@ -159,7 +158,8 @@ class LiftConfig(Adapter):
 
     def _refresh(self, params: Any, moments: Any, key: Array) -> tuple[Any, Any]:
         """Return parameters and moments, by path and place, for entries chosen anew."""
-        flat, moved = dict(traverse_util.flatten_dict(params, sep="/")), {}
+        flat = dict(traverse_util.flatten_dict(params, sep="/"))
+        moved = {}
         for path in _targets(flat):
             names = (path, f"{path}:entries", f"{path}:places")
             arguments = (*(flat[name] for name in names), moments.get(path, {}))
@@ -178,8 +178,10 @@ class LiftConfig(Adapter):
     ) -> tuple[Array, Array, Array, Any]:
         """Return weights with the entries added, and zero entries at other places."""
         *batch, k = entries.shape
-        number, inputs = math.prod(batch), len(batch) + is_used.ndim - 1
-        m, n = math.prod(weight.shape[len(batch) : inputs]), math.prod(weight.shape[inputs:])
+        number = math.prod(batch)
+        inputs = len(batch) + is_used.ndim - 1
+        m = math.prod(weight.shape[len(batch) : inputs])
+        n = math.prod(weight.shape[inputs:])
         in_use = jnp.repeat(is_used.reshape(-1), number // is_used.size)
 
         def one(arguments: Any) -> Any:

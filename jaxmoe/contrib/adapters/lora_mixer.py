@@ -98,7 +98,8 @@ class LoraMixerConfig(MixedAdapter):
         """Return the gates of the tokens, and in training their losses; see `MixedAdapter`."""
         if not own:
             return None, {}
-        x, router = half.x.astype(jnp.float32), own["gates"].astype(jnp.float32)
+        x = half.x.astype(jnp.float32)
+        router = own["gates"].astype(jnp.float32)
         product = Product("bsd,dn->bsn", router, (None, None), _STREAM, jnp.float32)
         gates = jax.nn.softmax(along_stream(x, {"gates": product}, placement)["gates"])
         if train:

@@ -160,8 +160,10 @@ class MixedAdapter(Adapter):
         assert declaration.matrix is not None  # targets are matrices
         inputs, outputs = (len(dims) for dims in declaration.matrix)
         batch = len(declaration.shape) - inputs - outputs
-        first, last = slice(0, batch + inputs), slice(batch + inputs, None)
-        inner, axes = (self.members, self.rank), (ax.RANK, ax.RANK)
+        first = slice(0, batch + inputs)
+        last = slice(batch + inputs, None)
+        inner = (self.members, self.rank)
+        axes = (ax.RANK, ax.RANK)
         down = Declaration(
             shape=(*declaration.shape[first], *inner),
             axes=(*declaration.axes[first], *axes),

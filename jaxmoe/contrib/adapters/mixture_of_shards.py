@@ -65,7 +65,8 @@ class MixtureOfShardsConfig(FactorsConfig):
 
     def __post_init__(self):
         FactorsConfig.__post_init__(self)
-        rank, least = self.equivalent_rank, self.private
+        rank = self.equivalent_rank
+        least = self.private
         if not 1 <= rank <= self.rank:
             raise ValueError(
                 f"adapter.equivalent_rank={rank} must be from 1 to adapter.rank={self.rank}"
@@ -76,7 +77,8 @@ class MixtureOfShardsConfig(FactorsConfig):
                 f"{rank}, so that shards are left to share; all three ranks may be equal"
             )
         self.targets.check_in_layers(self.name)
-        shards, seed = self.shards, self.seed
+        shards = self.shards
+        seed = self.seed
         if shards < 1 or seed < 0:
             raise ValueError(f"adapter.{shards=} must be at least 1, adapter.{seed=} 0 or more")
 
@@ -127,10 +129,12 @@ class MixtureOfShardsConfig(FactorsConfig):
             pools = [flat.pop(f"{name}:{side}") for side in ("down", "up")]
             inputs, outputs = (pool.ndim - 1 for pool in pools)
             batches = [flat[path].shape[: -inputs - outputs] for path, _ in members]
-            places, at = sum(map(math.prod, batches)), 0
+            places = sum(map(math.prod, batches))
+            at = 0
             equivalent = pools[0].shape[0] // self.shards // places
             for (path, stacked), batch in zip(members, batches, strict=True):
-                rank, matrix_shape = self._rank(batch[stacked:]), flat[path].shape[len(batch) :]
+                rank = self._rank(batch[stacked:])
+                matrix_shape = flat[path].shape[len(batch) :]
                 end = at + math.prod(batch)
                 for side, pool in zip(("down", "up"), pools, strict=True):
                     ids = self.ids(f"{name}:{side}", places, rank, equivalent)[at:end]
@@ -155,7 +159,8 @@ class MixtureOfShardsConfig(FactorsConfig):
         self, name: str, rows: list[ParameterSpec], rules: LogicalAxisRules
     ) -> Iterator[ParameterSpec]:
         """Yield the rows of the two pools of a group of matrices."""
-        row_declaration, rank = rows[0].declaration, self.rank_of(rows[0])
+        row_declaration = rows[0].declaration
+        rank = self.rank_of(rows[0])
         number = sum(math.prod(batch_of(row)) for row in rows) * self.shards
         number *= max(1, self.equivalent_rank * rank // self.rank)
         for side, end in enumerate(("down", "up")):
@@ -191,10 +196,8 @@ class MixtureOfShardsConfig(FactorsConfig):
             places, private, self.shards
         )
         rng = np.random.default_rng([self.seed, zlib.crc32(path.encode())])
-        num_left, num_drawn = (
-            places * (equivalent - private) * self.shards,
-            (rank - private) * self.shards,
-        )
+        num_left = places * (equivalent - private) * self.shards
+        num_drawn = (rank - private) * self.shards
         draw = functools.partial(rng.choice, num_left, num_drawn, replace=num_left < num_drawn)
         drawn = [private_ids.size + draw() for _ in range(places)] if num_drawn else []
         shared_ids = np.array(drawn, np.int64).reshape(places, rank - private, self.shards)

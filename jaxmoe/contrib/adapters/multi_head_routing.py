@@ -128,7 +128,8 @@ class MultiHeadRoutingConfig(MixedAdapter):
             out_axes=(*_ROWS, None, None),
         )
         logits = own["logits"].astype(jnp.float32)
-        rows, ids = half.context["index"], task_ids(half, self.task)
+        rows = half.context["index"]
+        ids = task_ids(half, self.task)
         values = region(ids, rows, logits, key)
         return Gates(values=values, is_paired=False), {}
 

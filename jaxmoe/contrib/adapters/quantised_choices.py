@@ -38,7 +38,8 @@ from jaxmoe.parameters import ParameterSpec
 from sharding import axes as ax
 from sharding.rules import LogicalAxisRules
 
-_FEWEST, _MOST = 2, 4
+_FEWEST = 2
+_MOST = 4
 _CHOICES = range(_FEWEST, _MOST + 1)
 _MORE = _MOST - _FEWEST  # bits that a layer may have beside the fewest
 _STREAM_OF_BITS = 0x62  # separates its draws from those of routers
@@ -88,7 +89,8 @@ class QuantisedChoicesConfig(FactorsConfig):
         flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
         for path in _targets(flat):
             bits, downs, ups = (flat.pop(f"{path}:{name}") for name in ("bits", "downs", "ups"))
-            weight, is_adapted = flat[path], flat[f"{path}:scale"] > 0
+            weight = flat[path]
+            is_adapted = flat[f"{path}:scale"] > 0
             flat[path] = jnp.where(is_adapted, _round_to(weight, downs, ups, bits), weight)
             for name, factors in (("down", downs), ("up", ups)):
                 factor = jax.lax.dynamic_index_in_dim(factors, bits - _FEWEST, 0, keepdims=False)
@@ -127,7 +129,8 @@ class QuantisedChoicesConfig(FactorsConfig):
         return [layer for layer in every if not self.targets.layers or layer in self.targets.layers]
 
     def _with_bits(self, params: Any, layers: Layers, bits: Int[Array, " n"]) -> Any:
-        flat, numbers = dict(traverse_util.flatten_dict(params, sep="/")), self._numbers(layers)
+        flat = dict(traverse_util.flatten_dict(params, sep="/"))
+        numbers = self._numbers(layers)
         for path in _targets(flat):
             layer_numbers = _layers_of(path, layers)
             places = [numbers.index(layer) if layer in numbers else 0 for layer in layer_numbers]

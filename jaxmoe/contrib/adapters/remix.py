@@ -181,7 +181,8 @@ def log_prob(logits: Float[Array, "*T n"], ids: Int[Array, "*T k"]) -> Float[Arr
         logits: Logits of the members.
         ids: Members, the first drawn first.
     """
-    total, remaining = jnp.zeros(logits.shape[:-1]), logits
+    total = jnp.zeros(logits.shape[:-1])
+    remaining = logits
     for place in range(ids.shape[-1]):
         is_chosen = jax.nn.one_hot(ids[..., place], logits.shape[-1], dtype=jnp.bool_)
         chosen_logit = jnp.sum(jnp.where(is_chosen, logits, 0.0), axis=-1)

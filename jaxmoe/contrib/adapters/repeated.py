@@ -85,8 +85,10 @@ def compared(
             "data.packing levels makes micro-batches of unequal shares, and the adapter compares"
             " several passes over each: set data.packing to best_fit"
         )
-    batch, first_row = repeated(rows.batch, passes, placement), passes * rows.first_row
-    total_weight, accumulation = passes * rows.total_weight, passes * rows.accumulation
+    batch = repeated(rows.batch, passes, placement)
+    first_row = passes * rows.first_row
+    total_weight = passes * rows.total_weight
+    accumulation = passes * rows.accumulation
     number = batch.tokens.shape[0]
     micro = MicroBatch(batch=batch, row_ids=first_row + jnp.arange(number, dtype=jnp.int32))
     split = partial(split_rows, accumulation=accumulation, placement=placement)

@@ -100,7 +100,8 @@ class SharedStoreConfig(Adapter):
         hyper = dataclasses.replace(hyperparameters, init_std=targets[0].init_std, fan_in_power=0.0)
         store = Declaration(shape=(cells,), axes=(ax.RANK,), role="adapter", matrix=None)
         rows = [row for row in base if row not in targets]
-        path, spec = f"{STORE}/{CELLS}", rules.resolve(store.axes)
+        path = f"{STORE}/{CELLS}"
+        spec = rules.resolve(store.axes)
         rows.append(ParameterSpec(path=path, declaration=store, hyper=hyper, spec=spec))
         first = 0
         for row in targets:
@@ -124,7 +125,8 @@ class SharedStoreConfig(Adapter):
         flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
         cells = shared[STORE][CELLS]
         for path in [path for path in flat if MARK in path]:
-            marks, shape = flat.pop(path), _shape(path)
+            marks = flat.pop(path)
+            shape = _shape(path)
             numbers = jnp.arange(math.prod(shape), dtype=jnp.uint32) + _number(marks[:DIGITS])
             places, signs = places_of(numbers, cells.size, self.seed)
             values = cells[places] * signs.astype(cells.dtype) * marks[DIGITS].astype(cells.dtype)
@@ -136,7 +138,8 @@ def places_of(
     numbers: UInt32[Array, " n"], cells: int, seed: int
 ) -> tuple[UInt32[Array, " n"], Float[Array, " n"]]:
     """Return the cells and the signs of weights, from their numbers."""
-    run, remainder = numbers // jnp.uint32(cells), numbers % jnp.uint32(cells)
+    run = numbers // jnp.uint32(cells)
+    remainder = numbers % jnp.uint32(cells)
     signs = _mix(numbers ^ _mix(jnp.uint32(seed % 2**32))) >> 31
     places = (_offset(run, cells, seed) + remainder) % jnp.uint32(cells)
     return places, 1.0 - 2.0 * signs.astype(jnp.float32)

@@ -38,7 +38,9 @@ from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding.constrain import lie_at, surroundings
 from sharding.rules import LogicalAxisRules
 
-_FALL, _SPAN, _NAMES = 0.3, 0.1, ("down", "up")
+_FALL = 0.3
+_SPAN = 0.1
+_NAMES = ("down", "up")
 
 
 @with_field_docs
@@ -89,18 +91,21 @@ class SwitchLoraConfig(FactorsConfig):
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
     ) -> list[ParameterSpec]:
         """Return the rows of the factors of a matrix; see `FactorsConfig.rows_of`."""
-        rank, scale = self.rank_of(row), self.scale_of(row)
+        rank = self.rank_of(row)
+        scale = self.scale_of(row)
         scales = tuple(scale if has_adapter else 0.0 for has_adapter in is_adapted)
         hyper = dataclasses.replace(TRAINED, init_std=_deviations(row, rank)[0], fan_in_power=0.0)
         return factor_rows(row, rank, scales, rules, hyper=hyper)
 
     def first_state(self, params: Any, table: ParameterTable, key: Array) -> Any:
         """Return the candidates [*G c n], and no pauses [*G r]; see `Adapter.first_state`."""
-        flat, state = by_path(params), {}
+        flat = by_path(params)
+        state = {}
         for row in [row for row in table if f"{row.path}:down" in flat]:
             rank = flat[f"{row.path}:down"].shape[-1]
             for name, side, deviation in zip(_NAMES, (0, 1), _deviations(row, rank), strict=True):
-                path, batch = f"{row.path}:{name}", batch_of(row)
+                path = f"{row.path}:{name}"
+                batch = batch_of(row)
                 shape = (*batch, self.candidates, row.declaration.fan(side))
                 drawn = jax.random.normal(fold_path(key, path), shape, jnp.float32)
                 state[f"{path}/waiting"] = deviation * drawn
@@ -114,7 +119,8 @@ class SwitchLoraConfig(FactorsConfig):
         params, before, rule_state = (
             by_path(tree) for tree in (now.params, given.before.params, self.own_state(now))
         )
-        key, stopped = jax.random.fold_in(now.rng, now.step), {}
+        key = jax.random.fold_in(now.rng, now.step)
+        stopped = {}
         chance = self.rate * _FALL ** (now.step.astype(jnp.float32) / (_SPAN * self.steps))
         for path in [path.removesuffix(":down") for path in params if path.endswith(":down")]:
             names = [f"{path}:{name}" for name in _NAMES]
@@ -150,9 +156,12 @@ class SwitchLoraConfig(FactorsConfig):
             key: PRNG key.
         """
         weight, *factors = changed[:3]
-        pools, pauses, scale = changed[3:5], changed[5:], olds[2]
+        pools = changed[3:5]
+        pauses = changed[5:]
+        scale = olds[2]
         stopped = [pause > 0 for pause in pauses]
-        lead, keys = pauses[0].shape, jax.random.split(key)
+        lead = pauses[0].shape
+        keys = jax.random.split(key)
         vectors = [
             jnp.where(stopped[i][..., None], _rows(olds[i], i, lead), _rows(factors[i], i, lead))
             for i in (0, 1)
@@ -179,7 +188,8 @@ class SwitchLoraConfig(FactorsConfig):
 def _swap(key: Array, vectors: Array, waiting: Array, chance: Array) -> tuple[Array, ...]:
     """Return vectors [*G r n] and candidates [*G c n] with some swapped, and which [*G r]."""
     keys = jax.random.split(key)
-    rank, number = vectors.shape[-2], waiting.shape[-2]
+    rank = vectors.shape[-2]
+    number = waiting.shape[-2]
     places = jnp.argsort(jax.random.uniform(keys[0], waiting.shape[:-1]), axis=-1)[..., :rank]
     is_in = jax.random.uniform(keys[1], vectors.shape[:-1]) < chance
     # Row i is true at the candidate that takes the place of vector i.

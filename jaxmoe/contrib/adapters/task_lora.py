@@ -158,7 +158,8 @@ def _stack(path: str, ndim: int, owns: list[dict[str, Any]], rank: int) -> dict[
     names = [f"{path}:{factor}" for factor in FACTORS]
     example = next(tuple(params[name] for name in names) for params in owns if names[0] in params)
     batch = example[0].ndim + example[1].ndim - 2 - ndim
-    downs, ups = [], []
+    downs = []
+    ups = []
     for params in owns:
         down, up, scale = (params.get(name) for name in names)
         if down is None or up is None or scale is None:

@@ -63,8 +63,10 @@ class HalvedBlock(Block):
             for (stream, _), about in zip(mixed, tokens, strict=True)
         ]
         after = (fed[0][0], fed[1][0])
-        first, second = fed[0][1], fed[1][1]
-        statistics, observations = first.statistics, None
+        first = fed[0][1]
+        second = fed[1][1]
+        statistics = first.statistics
+        observations = None
         if statistics is not None and second.statistics is not None:
             statistics = statistics + second.statistics
         for (_, mix), (_, feed) in zip(mixed, fed, strict=True):

@@ -154,7 +154,8 @@ class HyperConnection(nn.Module):
         Args:
             x: Streams.
         """
-        n, place = self.streams, self.placement.place
+        n = self.streams
+        place = self.placement.place
         wide = x.astype(jnp.float32)
         size = jnp.mean(wide * wide, axis=(2, 3)) + self.epsilon
         weight = place(self._weight.astype(jnp.float32), (None, None, None))
@@ -226,7 +227,8 @@ def write_streams(
         post: Factor of the output for each stream.
         res: Matrix [B S n n] that mixes the streams, or its diagonal [B S n].
     """
-    wide, form = x.astype(jnp.float32), "bsij,bsjd->bsid" if res.ndim == 4 else "bsi,bsid->bsid"
+    wide = x.astype(jnp.float32)
+    form = "bsij,bsjd->bsid" if res.ndim == 4 else "bsi,bsid->bsid"
     mixed = jnp.einsum(form, res, wide, preferred_element_type=jnp.float32)
     written = jnp.einsum("bsn,bsd->bsnd", post, y.astype(jnp.float32))
     return (mixed + written).astype(x.dtype)

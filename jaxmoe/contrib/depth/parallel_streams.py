@@ -164,18 +164,21 @@ class StreamAttention(Attention):
         *,
         keeps_lse: bool = True,
     ) -> Attended:
-        config, placement = self.config, self.execution.placement
+        config = self.config
+        placement = self.execution.placement
         if cache is None and (ranks := sequence_ranks(placement)) > 1:
             raise ValueError(
                 f"execution.mesh.seq cuts sequences into {ranks} parts, and model.attention"
                 f" {config.name!r} merges whole rows: set execution.mesh.seq to 1"
             )
         attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=keeps_lse)
-        out, logits = attended.out, attended.logits
+        out = attended.out
+        logits = attended.logits
         lse = logits["lse"]
         if config.prefix_length:
             given = [self._prefix(name).astype(q.dtype) for name in ("prefix_k", "prefix_v")]
-            rows, learned = (ax.ACT_BATCH, ax.ACT_SEQ_INNER), (None, None, ax.KV_HEADS, None)
+            rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+            learned = (None, None, ax.KV_HEADS, None)
             heads = (*rows, ax.ACT_HEADS, None)
             region = placement.region(
                 self._merged,
@@ -200,7 +203,8 @@ class StreamAttention(Attention):
         """Return attention to the tokens and the learned keys, on the rows of one device."""
         del batch_axes
         k, v = (jnp.tile(part, (q.shape[0] // part.shape[0], 1, 1, 1)) for part in (k, v))
-        scale, kernel = self.context.multipliers.attention_scale, self.execution.kernels.attention
+        scale = self.context.multipliers.attention_scale
+        kernel = self.execution.kernels.attention
         given: Any = {"softcap": self.config.softcap, "scale": scale, "implementation": kernel}
         learned = SoftmaxState(*flash_attention(q, k, v, causal=False, **given))
         return merge(SoftmaxState(out, lse), learned).out
@@ -217,7 +221,9 @@ class MergeStreams(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "R S D"]) -> Float[Array, "B S D"]:
         """Return the mean of the P rows of each sequence, R = B P."""
-        width, streams, inner = self.embed_dim, self.num_streams, ax.MEMORY_INNER
+        width = self.embed_dim
+        streams = self.num_streams
+        inner = ax.MEMORY_INNER
         first = Declaration(
             shape=(streams, width, width),
             axes=(inner, ax.EMBED, inner),

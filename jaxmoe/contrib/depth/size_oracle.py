@@ -41,7 +41,8 @@ class SizeDetails(Details):
     def rows(self, assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
         """Return a row for each budget."""
         batch = next(iter(assembly.held_out()))
-        model, execution = assembly.plan.model, assembly.execution
+        model = assembly.plan.model
+        execution = assembly.execution
         return find_oracle(model, state.params, batch, execution=execution).rows()
 
 

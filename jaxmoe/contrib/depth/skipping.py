@@ -100,7 +100,8 @@ class SkippingConfig(Skipping):
             execution: Schedule, and mesh with every size filled in.
             accumulation: Micro-batches of a step.
         """
-        stages, paths = execution.mesh.stage, self.paths(accumulation)
+        stages = execution.mesh.stage
+        paths = self.paths(accumulation)
         if stages == 1 or paths is None:
             return 0.0
         tables = [
@@ -149,7 +150,8 @@ class SkippingConfig(Skipping):
             ValueError: The groups divide neither the layers nor fit the stages, or another choice
                 needs every layer of every micro-batch.
         """
-        model, execution = step.model, step.execution
+        model = step.model
+        execution = step.execution
         training = types.SimpleNamespace(
             skipping=self,
             accumulation=step.accumulation,
@@ -163,7 +165,8 @@ class SkippingConfig(Skipping):
                 f"training.skipping.groups={self.groups} must divide the {scan.length} {kind} of"
                 f" {scan.name}"
             )
-        stages, chunks = execution.mesh.stage, execution.pipeline.chunks
+        stages = execution.mesh.stage
+        chunks = execution.pipeline.chunks
         if stages > 1:
             if self.groups != stages * chunks:
                 raise ValueError(

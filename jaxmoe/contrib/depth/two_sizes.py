@@ -139,14 +139,16 @@ class TwoSizes(nn.Module):
         Returns:
             The output in the compute dtype, and the loss of the budget.
         """
-        config, number = self.config, self.config.num_sizes
+        config = self.config
+        number = self.config.num_sizes
         small, big = (
             FeedForward(self.embed_dim, hidden, self.execution, name=name)(x)[0]
             for name, hidden in (("small", config.small_dim), ("big", config.big_dim))
         )
         probs = self._probabilities(x)  # in both stages, for one set of parameters
         is_routed = config.choice == "router"
-        pattern, layer = routing.context.get("size_pattern"), routing.layer
+        pattern = routing.context.get("size_pattern")
+        layer = routing.layer
         if pattern is not None and layer is not None:
             digits = pattern // jnp.int32(number) ** layer % jnp.int32(number)
             if is_routed:
@@ -167,7 +169,8 @@ class TwoSizes(nn.Module):
         return y, FeedForwardOutputs(losses=losses)
 
     def _probabilities(self, x: Float[Array, "B S D"]) -> Float[Array, "B S O"]:
-        shape, axes = (self.embed_dim, self.config.num_sizes), (ax.EMBED, ax.ROUTER_OUT)
+        shape = (self.embed_dim, self.config.num_sizes)
+        axes = (ax.EMBED, ax.ROUTER_OUT)
         weight = declare(self, "router", Declaration(shape=shape, axes=axes, role="router"))
 
         def run(x, weight, *, batch_axes):

@@ -85,7 +85,8 @@ class UltraMemConfig(UnroutedFeedForward):
     @property
     def declarations(self) -> dict[str, Declaration]:
         """Parameters of the memory that are no products of the stream."""
-        inner, number = (ax.MEMORY_INNER,), self.num_keys**2
+        inner = (ax.MEMORY_INNER,)
+        number = self.num_keys**2
         keys = (2 * self.num_heads, _RANK, self.num_keys, self.key_dim)
         table = Declaration(
             shape=(number, self.value_dim),
@@ -141,7 +142,9 @@ class MemoryLayer(nn.Module):
             routing: Ignored.
         """
         del routing
-        config, width, placement = self.config, self.context.embed_dim, self.execution.placement
+        config = self.config
+        width = self.context.embed_dim
+        placement = self.execution.placement
         queries = config.num_heads * 2 * config.key_dim
         dense = FeedForward(width, config.hidden_dim, self.execution, name="feed_forward")
         y, outputs = dense(x)
@@ -182,7 +185,9 @@ class MemoryLayer(nn.Module):
     def _read(self, x, weights, own, *, products, rows: CutRows, batch_axes):
         """Return the memory's output for the tokens of one device."""
         del batch_axes
-        config, placement, f32 = self.config, self.execution.placement, jnp.float32
+        config = self.config
+        placement = self.execution.placement
+        f32 = jnp.float32
 
         def multiply(name: str, x: Array) -> Array:
             return products[name].of(x, weights[name], placement)

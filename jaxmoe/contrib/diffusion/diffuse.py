@@ -267,11 +267,14 @@ def _fill(
     budget: int,
 ) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
     """Return the tokens with some positions drawn anew, and the log-probabilities of these."""
-    length, size = is_filled.shape[1], is_filled.size
+    length = is_filled.shape[1]
+    size = is_filled.size
     budget = min(budget, size)
     num_padded = -(-size // budget) * budget
     (places,) = jnp.nonzero(is_filled.reshape(-1), size=num_padded, fill_value=size)
-    places, states, keys = places.astype(jnp.int32), hidden.reshape(size, -1), keys.reshape(-1)
+    places = places.astype(jnp.int32)
+    states = hidden.reshape(size, -1)
+    keys = keys.reshape(-1)
 
     def chunk(i: Array, result: tuple[Array, Array]) -> tuple[Array, Array]:
         at = jax.lax.dynamic_slice(places, (i * budget,), (budget,))

@@ -70,7 +70,8 @@ class DiffusionExecutor:
         if reason is not None:
             raise ValueError(reason)
         self.model, self.config = model, config or DiffusionSizes()
-        self._params, self._router_state = params, router_state
+        self._params = params
+        self._router_state = router_state
         execution = WholeRowsConfig.of(execution or ExecutionConfig())
         self._step = make_rows_step(model, execution, self.config.budget)
         self._load: np.ndarray | None = None
@@ -88,7 +89,8 @@ class DiffusionExecutor:
         Args:
             max_waiting: Requests in the queue at most.
         """
-        rows, length = self.config.rows, self.config.lengths[-1]
+        rows = self.config.rows
+        length = self.config.lengths[-1]
         return Facts(
             num_pages=rows,
             page_size=length,
@@ -139,9 +141,11 @@ class DiffusionExecutor:
         fetched = jax.device_get(self._run(inputs))
         if fetched.about is not None:
             self._load = fetched.about + (0 if self._load is None else self._load)
-        mask, rows = self.model.vocab_size - 1, {}
+        mask = self.model.vocab_size - 1
+        rows = {}
         for work in works:
-            row, size = work.pages[0], len(work.tokens)
+            row = work.pages[0]
+            size = len(work.tokens)
             tokens = fetched.tokens[row, :size]
             rows[work.id] = FilledRow(tokens, tokens != mask, fetched.logprobs[row, :size])
         return rows
@@ -161,9 +165,11 @@ class DiffusionExecutor:
         tokens = np.zeros((count, length), np.int32)
         is_real = np.zeros((count, length), bool)
         seeds, done = (np.zeros(count, np.int32) for _ in range(2))
-        num_steps, limits = np.ones(count, np.int32), no_limits(count, self.model.vocab_size)
+        num_steps = np.ones(count, np.int32)
+        limits = no_limits(count, self.model.vocab_size)
         for work in works:
-            row, size = work.pages[0], len(work.tokens)
+            row = work.pages[0]
+            size = len(work.tokens)
             tokens[row, :size] = np.where(work.is_filled, work.tokens, self.model.vocab_size - 1)
             is_real[row, :size] = True
             seeds[row], done[row], num_steps[row] = work.sampling.seed, work.done, work.num_steps

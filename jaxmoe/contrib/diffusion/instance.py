@@ -102,7 +102,8 @@ class RowsInstance(Instance):
         return _DiffusionRow(filled_row, math.ceil(self._steps_per_token * (length - prompt)))
 
     def _row_work(self, id_: int) -> RowWork:
-        sequence, row = self.queues.running[id_], self._rows[id_]
+        sequence = self.queues.running[id_]
+        row = self._rows[id_]
         self._grow(sequence, 1)
         sequence.is_busy = True
         return RowWork(
@@ -123,7 +124,8 @@ class RowsInstance(Instance):
         return True
 
     def _write(self, sequence: Sequence, result: Any, now: float) -> tuple[Event, ...]:
-        row, events = self._rows[sequence.id], list[Event]()
+        row = self._rows[sequence.id]
+        events = list[Event]()
         logprobs = row.held.logprobs + result.logprobs
         row.held = dataclasses.replace(result, logprobs=logprobs)
         length = len(result.tokens)

@@ -107,7 +107,8 @@ def move_through_hosts(
     buffers = {place: pack_words(state, pieces[place], size) for place in local}
     del state
     leaves.clear()
-    peers, parts = Peers([group[0] for group in devices]), Parts(target)
+    peers = Peers([group[0] for group in devices])
+    parts = Parts(target)
     for place in range(len(devices)):
         parts.fill(pieces[place], peers.shared(place, buffers))
     return parts.state()

@@ -352,7 +352,8 @@ def _choose(mesh: MeshConfig, devices: Mapping[int, Sequence[int]]) -> tuple[int
         mesh: Mesh with every size filled in.
         devices: Ids of the devices of each process that may be used.
     """
-    number, counts = math.prod(mesh.sizes), [len(ids) for ids in devices.values()]
+    number = math.prod(mesh.sizes)
+    counts = [len(ids) for ids in devices.values()]
     if number > sum(counts):
         text = " x ".join(f"{axis}={size}" for axis, size in mesh.by_axis.items() if size > 1)
         raise ValueError(f"the mesh ({text}) needs {number} devices, and {sum(counts)} are there")

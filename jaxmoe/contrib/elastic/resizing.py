@@ -93,7 +93,8 @@ class Resizing(ConfiguredPart):
 
     def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
         """Keep the shapes of the state of a loop; record the resize that led to it, if one did."""
-        self._assembly, self._step = assembly, step
+        self._assembly = assembly
+        self._step = step
         self._shapes = shapes_of(state)
         if self._moved is None:
             return
@@ -173,7 +174,8 @@ class Resizing(ConfiguredPart):
 
     def _look(self) -> None:
         """Begin to prepare the requested mesh, if there is a request."""
-        text, is_first = None, jax.process_index() == 0
+        text = None
+        is_first = jax.process_index() == 0
         if is_first and time.monotonic() - self._looked >= _POLL_SECONDS:
             self._looked = time.monotonic()
             text = self._read()
@@ -259,7 +261,8 @@ def prepare_mesh(text: str, running: Assembly, step: int, shapes: TrainState) ->
     Raises:
         ValueError: The run cannot go on with this mesh.
     """
-    request, config = parse_request(text), running.plan.config
+    request = parse_request(text)
+    config = running.plan.config
     check_movable(running)
     places = [DevicePlace(id=device.id, process=device.process_index) for device in jax.devices()]
     mesh, ids = resolve(

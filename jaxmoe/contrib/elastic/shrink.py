@@ -42,7 +42,8 @@ def fitted(config: PretrainConfig) -> tuple[PretrainConfig, list[jax.Device]]:
     Raises:
         ValueError: No size of mesh.data fits.
     """
-    devices, mesh = jax.devices(), config.execution.mesh
+    devices = jax.devices()
+    mesh = config.execution.mesh
     if not os.environ.get(ELASTIC):
         return config, devices
     num_other = math.prod(size for axis, size in mesh.by_axis.items() if axis != "data")

@@ -41,7 +41,8 @@ _FORMAT = 1
 """Version of the features; increased when their meaning changes."""
 _MOST_DOCUMENTS = 2**14
 """Number of documents that k-means reads; those with the smallest hashes where there are more."""
-_RESTARTS, _ITERATIONS = 8, 50
+_RESTARTS = 8
+_ITERATIONS = 50
 _DECIMALS = 6
 _CHUNK = 4096
 """Documents whose features are in memory at a time."""
@@ -85,7 +86,8 @@ class Clusters:
         try:
             content = io.BytesIO(pathlib.Path(path).read_bytes())
             with np.load(content) as file:
-                version, centroids = int(file["format"]), file["centroids"]
+                version = int(file["format"])
+                centroids = file["centroids"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path} holds no centroids ({error}): restore it") from error
         if version != _FORMAT:
@@ -242,7 +244,8 @@ def _hashed_tokens(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _hashed_pairs(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return bucket and sign of each pair of adjacent tokens."""
-    left, right = tokens[:-1].astype(np.uint64), tokens[1:].astype(np.uint64)
+    left = tokens[:-1].astype(np.uint64)
+    right = tokens[1:].astype(np.uint64)
     return _buckets((left << np.uint64(32) | right) * np.uint64(2) + np.uint64(1))
 
 

@@ -93,17 +93,20 @@ def evaluate_ensemble(
         log_probs = part_log_probs(distances[part], is_empty[part], value)
         return member_log_weights(log_probs, members.parts, top)
 
-    scored, spare = slice(0, number - num_calibration), slice(number - num_calibration, number)
+    scored = slice(0, number - num_calibration)
+    spare = slice(number - num_calibration, number)
 
     def spare_bits(value: float) -> float:
         return _bits(ensemble_nll(nll[spare], log_weights(spare, value)), weights[spare])
 
     chosen = min(TEMPERATURES, key=spare_bits) if temperature is None else temperature
-    losses, counted = nll[scored], weights[scored]
+    losses = nll[scored]
+    counted = weights[scored]
     routing = log_weights(scored, chosen)
     routed = ensemble_nll(losses, routing)
     uniform = ensemble_nll(losses, np.full_like(losses, -math.log(losses.shape[-1])))
-    alone, shares = np.moveaxis(losses, -1, 0), np.moveaxis(np.exp(routing), -1, 0)
+    alone = np.moveaxis(losses, -1, 0)
+    shares = np.moveaxis(np.exp(routing), -1, 0)
     member_bits = tuple(_bits(each, counted) for each in alone)
     return EnsembleResult(
         num_tokens=round(float(counted.sum())),
@@ -148,7 +151,8 @@ def _by_position(
     places: np.ndarray, weights: np.ndarray, losses: Sequence[np.ndarray]
 ) -> tuple[PositionBin, ...]:
     """Return the losses of best member, uniform and routed mixture in bins that double."""
-    bins, first = [], 0
+    bins = []
+    first = 0
     while first <= int(places.max()):
         last = 2 * first
         part_weights = np.where((places >= first) & (places <= last), weights, 0.0)

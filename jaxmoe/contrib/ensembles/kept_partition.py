@@ -27,7 +27,8 @@ class KeptPartition(ConfiguredPart):
         Raises:
             ValueError: The directory cannot be written.
         """
-        directory, partition = self.directory, partition_of(begun.assembly.source)
+        directory = self.directory
+        partition = partition_of(begun.assembly.source)
         if jax.process_index() != 0 or partition is None or directory.partition_file.exists():
             return
         with directory.usable():

@@ -92,7 +92,8 @@ def open_members(
         config = on_data(config, RunDirectory(path), batches=batches)
         assembly, state, step = restore_run(config, RunDirectory(path), None)
         if first is None:
-            first, rows = assembly, _held_out(assembly)
+            first = assembly
+            rows = _held_out(assembly)
         partition = checked_partition(path, assembly, paths[0], first)
         nll = _token_nll(assembly, state, rows)
         members.append(EnsembleMember(path=path, step=step, partition=partition, nll=nll))
@@ -132,7 +133,8 @@ def _check_config(
             f"{path} has execution.mesh.stage={config.execution.mesh.stage}, and an ensemble is"
             " computed without stages: give a mesh, such as --mesh.data -1"
         )
-    length, first_length = config.training.sequence_length, first.training.sequence_length
+    length = config.training.sequence_length
+    first_length = first.training.sequence_length
     if length != first_length:
         raise ValueError(
             f"{path} has training.sequence_length={length}, and {other_path} {first_length}: an"
@@ -147,7 +149,8 @@ def checked_partition(path: str, assembly: Assembly, other_path: str, first: Ass
     Raises:
         ValueError: It differs from the first member in vocabulary, data or centroids.
     """
-    own_source, first_source = assembly.source, first.source
+    own_source = assembly.source
+    first_source = first.source
     if own_source.vocab_size != first_source.vocab_size:
         raise ValueError(
             f"{path} has a vocabulary of {own_source.vocab_size} ids, and {other_path} of"
@@ -161,7 +164,8 @@ def checked_partition(path: str, assembly: Assembly, other_path: str, first: Ass
             for name, (clusters, two) in differing.items()
         ]
         raise ValueError("\n".join(["the runs were trained on other data:", *lines]))
-    partition, first_partition = partition_of(own_source), partition_of(first_source)
+    partition = partition_of(own_source)
+    first_partition = partition_of(first_source)
     assert partition is not None and first_partition is not None  # their configs have a part
     file = RunDirectory(path).partition_file
     if file.exists():

@@ -73,7 +73,8 @@ def part_distances(
     Returns:
         Distances [B S K], and True [B S] where no n-gram is counted.
     """
-    distances, is_empty = [], []
+    distances = []
+    is_empty = []
     for row, tokens in enumerate(np.asarray(batch.tokens)):
         segments = None if batch.segment_ids is None else np.asarray(batch.segment_ids[row])
         features = prefix_features(tokens, segments)

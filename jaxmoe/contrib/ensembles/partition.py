@@ -33,7 +33,8 @@ from pallas_kernels.array_types import Int
 
 logger = logging.getLogger(__name__)
 
-_FITTED_ROWS, _FITTED_TOKENS = 1024, 256
+_FITTED_ROWS = 1024
+_FITTED_TOKENS = 256
 """Rows of an unlimited source on which its parts are fitted, and their tokens."""
 _BLOCK = 256
 """Rows of an unlimited source that are drawn at a time to find those of a part."""
@@ -121,7 +122,8 @@ def parse_part(text: str) -> tuple[int, int]:
         raise ValueError(
             f"data.partition={text!r} must be PART/PARTS: 3/8 is the third of eight parts"
         )
-    part, num_parts = int(match[1]), int(match[2])
+    part = int(match[1])
+    num_parts = int(match[2])
     if num_parts < 1:
         raise ValueError(f"data.partition={text} has no parts: 3/8 is the third of eight parts")
     if not 1 <= part <= num_parts:
@@ -144,7 +146,8 @@ class PartRows(RowNumbers):
     """
 
     def __init__(self, partition: Partition, draw: DrawRow):
-        self._partition, self._draw = partition, draw
+        self._partition = partition
+        self._draw = draw
         self._found: dict[int, list[int]] = {}
         self._drawn: dict[int, int] = {}
         self._lock = threading.Lock()

@@ -118,7 +118,8 @@ def low_rank(
     sizes = [math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs)]
     batch = tuple(shape[dim] for dim in batch_dims)
     normals = jax.random.normal(key, (*batch, sum(sizes), rank), jnp.float32)
-    first, second = normals[..., : sizes[0], :], normals[..., sizes[0] :, :]
+    first = normals[..., : sizes[0], :]
+    second = normals[..., sizes[0] :, :]
     product = jnp.einsum("...ir,...or->...io", first, second, preferred_element_type=jnp.float32)
     product_of_shape = (product / math.sqrt(rank)).reshape(tuple(shape[dim] for dim in order))
     return jnp.transpose(product_of_shape, [order.index(dim) for dim in range(len(shape))])

@@ -27,7 +27,8 @@ from jaxmoe.models.stacks import Scan
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding.constrain import place_at, place_like, surroundings
 
-KEYS, SCALE = "keys", "scale"
+KEYS = "keys"
+SCALE = "scale"
 """Names of the own parameters of a view that adds noise."""
 
 Draw = Callable[[Array, tuple[int, ...], MatrixAxes | None], Array]
@@ -109,7 +110,8 @@ def noise_sum(
     def of(row: ParameterSpec) -> Any:
         if row.is_frozen:
             return optax.MaskedNode()
-        leaf, is_stacked = flat[row.path], row.declaration.is_stacked
+        leaf = flat[row.path]
+        is_stacked = row.declaration.is_stacked
         shape = row.shape[1:] if is_stacked else row.shape
         spec = PartitionSpec()
         if surroundings() == "explicit":

@@ -81,7 +81,8 @@ def check_forward(step: Step, name: str) -> None:
         ValueError: Pipeline stages, a layout that gathers parameters or cuts them over replicas,
             parameters in host memory, or detailed telemetry.
     """
-    execution, start = step.execution, f"training.gradients:{name} has no backward pass"
+    execution = step.execution
+    start = f"training.gradients:{name} has no backward pass"
     adapter = step.model.adapter
     if adapter is not None and adapter.backward is not None:
         raise ValueError(
@@ -119,7 +120,8 @@ def prepare(
         )
     if batch.level is not None:
         raise ValueError("batch.level is for backward passes: give a batch without levels")
-    placement, number = step.execution.placement, step.accumulation
+    placement = step.execution.placement
+    number = step.accumulation
     weight = step.objective.num_tokens(batch)
     key = jax.random.fold_in(state.rng, state.step)
     batch = step.objective.prepare(step.model, batch, key, placement)

@@ -142,7 +142,8 @@ def probabilities(sums: SeedSums) -> Float[Array, " K"]:
     if sums.magnitudes is None or sums.counts is None:
         return jnp.full_like(sums.sums, 1.0 / sums.sums.size)
     mean = sums.magnitudes / (sums.counts + 1.0)
-    low, high = jnp.min(mean), jnp.max(mean)
+    low = jnp.min(mean)
+    high = jnp.max(mean)
     return jax.nn.softmax((mean - low) / jnp.where(high > low, high - low, 1.0))
 
 

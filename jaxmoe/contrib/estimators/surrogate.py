@@ -195,5 +195,6 @@ def _dot(x: Array, y: Array) -> Array:
 
 def _flat(table: ParameterTable, tree: Any) -> tuple[Float[Array, " d"], Any]:
     """Return trained values as one f32 vector, and the function back to a tree."""
-    trained, spec = table.trained(tree), PartitionSpec()
+    trained = table.trained(tree)
+    spec = PartitionSpec()
     return ravel_pytree(jax.tree.map(lambda x: place_at(x.astype(jnp.float32), spec), trained))

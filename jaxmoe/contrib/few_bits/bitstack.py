@@ -257,7 +257,8 @@ def abstract_stacks(
     """
 
     def part(path: str) -> jax.ShapeDtypeStruct:
-        array, replicated = arrays[path], NamedSharding(mesh, PartitionSpec())
+        array = arrays[path]
+        replicated = NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(tuple(array["shape"]), array["dtype"], sharding=replicated)
 
     rows = stacked_rows(table)
@@ -266,7 +267,8 @@ def abstract_stacks(
         if row.path not in rows:
             where = named_shardings(row.spec, mesh)
             return jax.ShapeDtypeStruct(row.shape, dtype, sharding=where)
-        path, blocks = f"params/{row.path}", None
+        path = f"params/{row.path}"
+        blocks = None
         if f"{path}/blocks/signs" in arrays:
             names = ("signs", "left", "right", "layers", "places")
             blocks = Blocks(**{name: part(f"{path}/blocks/{name}") for name in names})

@@ -85,7 +85,8 @@ def _check_held_out(assembly: Assembly, batches: int, field: str) -> None:
         ValueError: There are fewer.
     """
     config = assembly.plan.config
-    have, read = _validation(assembly).num_batches, config.evaluation.batches
+    have = _validation(assembly).num_batches
+    read = config.evaluation.batches
     if have is None or have >= read + batches:
         return
     num_left = max(have - read, 0)
@@ -155,7 +156,8 @@ def _loss(
 
     config = plan.config
     precision = PrecisionPolicy(compute=config.execution.precision.compute)
-    execution, objective = ExecutionConfig(precision=precision), config.training.objective
+    execution = ExecutionConfig(precision=precision)
+    objective = config.training.objective
     prepared = objective.examine(plan.model, batch, jnp.int32(index), execution.placement)
     nll, _ = forward_and_nll(
         plan.model,

@@ -52,9 +52,12 @@ class EngineScaling(FleetScaling):
         """
         options = {"has_hardware": hardware is not None, "has_layouts": has_layouts}
         config.check(roles=fleet.roles, has_power=False, **options)
-        self._times, self._resharder, self._is_elastic = hardware, resharder, config.changes_chips
+        self._times = hardware
+        self._resharder = resharder
+        self._is_elastic = config.changes_chips
         self._has_mesh = has_layouts and config.needs_hardware
-        self._clock, self._post = clock, post
+        self._clock = clock
+        self._post = post
         super().__init__(fleet, config, clock())
         self._next = clock() + self.interval
         if self._is_elastic:
@@ -97,7 +100,8 @@ class EngineScaling(FleetScaling):
         if (number := decision.num_chips) is None:
             self.change(now, decision)
             return
-        mesh, present = self._resharder.of_size(number), self.num_chips
+        mesh = self._resharder.of_size(number)
+        present = self.num_chips
         if self._resharder.is_on(mesh):
             self.change(now, decision)
             return

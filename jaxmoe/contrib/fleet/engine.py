@@ -52,7 +52,8 @@ class FleetEngine(Engine):
         """
         self._exchanges: set[Future[Any]] = set()
         self._executors, self.fleet = executors, fleet or FleetConfig()
-        self._hardware, self._layouts = hardware, layouts
+        self._hardware = hardware
+        self._layouts = layouts
         super().__init__(executors[0], config, codec=codec, clock=clock)
 
     def _start_members(

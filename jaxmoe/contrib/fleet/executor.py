@@ -62,7 +62,8 @@ class MeshExecutor(ModelExecutor):
         places = jax.tree.map(lambda part: part.sharding, self._pools)
         self._pools = {}  # empty pages, whose memory the others need
         self._pools = jax.block_until_ready(jax.device_put(executor._pools, places))
-        self._host, self._load = executor._host.copy(), executor._load
+        self._host = executor._host.copy()
+        self._load = executor._load
         self._experts.adopt(executor._experts)
         return Resharding(
             weight_bytes=self._weight_bytes,

@@ -152,7 +152,8 @@ class Fleet:
             move: Request, source and target.
             is_live: Whether the source goes on decoding while full pages are copied.
         """
-        source, target = self.instances[move.source], self.instances[move.target]
+        source = self.instances[move.source]
+        target = self.instances[move.target]
         sequence = source.queues.sequences[move.id]
         is_movable = sequence.state in ("waiting", "running") and move.id not in self._moves
         if not is_movable or source is target:

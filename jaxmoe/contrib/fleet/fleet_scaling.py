@@ -87,8 +87,10 @@ class FleetScaling(abc.ABC):
             What the fleet is to have; `change` has to follow.
         """
         watts, peak = self.power(now)
-        arrived, self._arrived = tuple(self._arrived), []
-        seconds, self._decided = now - self._decided, now
+        arrived = tuple(self._arrived)
+        self._arrived = []
+        seconds = now - self._decided
+        self._decided = now
         if self._is_changing:
             return None
         self._is_changing = True

@@ -98,7 +98,8 @@ def executors_on(
     params, routers = jax.device_get((params, router_state))
     if mesh is None or math.prod(mesh.sizes) == 1:
         options: dict[str, Any] = {"config": config, "execution": execution}
-        executors, first = list[MeshExecutor](), dict[Any, MeshExecutor]()
+        executors = list[MeshExecutor]()
+        first = dict[Any, MeshExecutor]()
         for device, *_ in groups:  # those on one device have its arrays together
             group_mesh = first[device].params if device in first else params
             with jax.default_device(device):

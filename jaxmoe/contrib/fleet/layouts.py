@@ -45,7 +45,8 @@ class MeshLayouts:
             groups: Devices of each instance, those that it has first.
             times: Gets the time of a step on every new number of devices; None measures nothing.
         """
-        self._groups, self._times = groups, times
+        self._groups = groups
+        self._times = times
 
     def check(self, number: int, executor: Any, mesh: MeshConfig) -> None:
         """Raise if an instance cannot have a mesh.
@@ -59,7 +60,8 @@ class MeshLayouts:
             ValueError: Other axes, too few devices, sizes that do not divide, quantised weights, or
                 several adapters.
         """
-        size, most = math.prod(mesh.sizes), len(self._groups[number])
+        size = math.prod(mesh.sizes)
+        most = len(self._groups[number])
         served = dataclasses.replace(executor.execution, mesh=mesh)
         if min(mesh.sizes) < 1 or size != mesh.tensor * mesh.expert:
             raise ValueError(f"mesh={mesh} must have sizes above 0, of the axes tensor and expert")
@@ -153,7 +155,8 @@ def _receive(old: Any, new: Any) -> int:
 
 def _overlap(first_slice: slice, second_slice: slice, size: int) -> slice:
     (first, end, _), (start, stop, _) = first_slice.indices(size), second_slice.indices(size)
-    first, end = max(first, start), min(end, stop)
+    first = max(first, start)
+    end = min(end, stop)
     return slice(first, max(first, end))
 
 

@@ -52,7 +52,8 @@ def check_equal(all_facts: Sequence[Facts]) -> None:
     """
     for number, facts in enumerate(all_facts):
         for field in dataclasses.fields(Facts):
-            first_value, value = getattr(all_facts[0], field.name), getattr(facts, field.name)
+            first_value = getattr(all_facts[0], field.name)
+            value = getattr(facts, field.name)
             if field.name != "cost" and first_value != value:
                 raise ValueError(
                     f"executors: {field.name}={value} of executor {number} differs from"
@@ -188,7 +189,8 @@ class FleetMembers(Members):
 
     def _copy(self, copy: Copy) -> None:
         """Read pages of the source and write them to the target, unless the move has ended."""
-        source, target = self.all[copy.move.source], self.all[copy.move.target]
+        source = self.all[copy.move.source]
+        target = self.all[copy.move.target]
 
         def write(done: Future[Any]) -> None:
             if not self.fleet.is_current(copy):

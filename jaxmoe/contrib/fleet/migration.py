@@ -50,8 +50,10 @@ class Migration:
             target: Instance that will run it.
             is_live: Whether the source goes on decoding while full pages are copied.
         """
-        self.move, self.is_live = move, is_live
-        self._source, self._target = source, target
+        self.move = move
+        self.is_live = is_live
+        self._source = source
+        self._target = target
         self._one: Sequence = source.queues.running[move.id]
         self._preempted = self._one.preempted
         full = self._one.computed // source.facts.page_size
@@ -104,7 +106,8 @@ class Migration:
         """Take the move back: the target gives its pages back, the source runs the sequence on."""
         if self.is_over:
             return
-        self.is_over, self.copy = True, None
+        self.is_over = True
+        self.copy = None
         self._target.pool.give(self._target.incoming.pop(self.move.id))
         if self._one.state == "moving":
             stay(self._source, self.move.id)

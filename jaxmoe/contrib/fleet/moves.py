@@ -39,7 +39,9 @@ def fork(instance: Instance, id_: int, request: Request, now: float) -> tuple[Ev
     if forked is not None:
         instance.queues.leave(copy)
         copy.pages, copies = forked
-        copy.state, copy.computed, copy.admitted = "running", computed, now
+        copy.state = "running"
+        copy.computed = computed
+        copy.admitted = now
         copy.named = computed // size
         instance.copies += copies
         instance.queues.enter(copy)

@@ -76,7 +76,9 @@ class Resharder:
             executors: Returns the present executor of each instance.
             exchange: Lets an instance go on with another executor, as `FleetEngine.exchange`.
         """
-        self._layouts, self._executors, self._exchange = layouts, executors, exchange
+        self._layouts = layouts
+        self._executors = executors
+        self._exchange = exchange
         self._lock = threading.Lock()
         self._running: Future[Resharded] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
@@ -173,7 +175,8 @@ class Resharder:
         return self._layouts
 
     def _change(self, mesh: Any) -> Resharded:
-        start_time, numbers = time.perf_counter(), range(len(self._executors()))
+        start_time = time.perf_counter()
+        numbers = range(len(self._executors()))
         try:
             moved = [self._move(number, mesh) for number in numbers]
         except (RuntimeError, ValueError) as error:

@@ -134,7 +134,9 @@ class MeasuredSteps:
             tables: Time of each shape by the number of devices.
             num_chips: Number of devices of the instance; the nearest in `tables` is scaled to it.
         """
-        self._shapes, self._tables, self._num_chips = shapes, tables, num_chips
+        self._shapes = shapes
+        self._tables = tables
+        self._num_chips = num_chips
 
     @classmethod
     def of(cls, executor: Any, num_chips: int, repeats: int = 3) -> MeasuredSteps:

@@ -119,7 +119,9 @@ class Chain:
             ValueError: The layers are on several stages, positions are cut, weights are quantised,
                 a sequence has several streams, or a connection surrounds a loop.
         """
-        sizes, loop, first = execution.mesh, model.loop, model.kinds[0].mixer
+        sizes = execution.mesh
+        loop = model.loop
+        first = model.kinds[0].mixer
         for axis in ("stage", "seq"):
             if getattr(sizes, axis) > 1:
                 raise ValueError(
@@ -215,7 +217,8 @@ class Chain:
         params, place = self.store.layer(call)
         numbers = tuple(np.int32(n) for n in (place, call.cache_layer, call.moe_layer))
         program = self.model.context, self.execution, call.stack.kind, half
-        cache, stream = stream.cache, dataclasses.replace(stream, cache=None)
+        cache = stream.cache
+        stream = dataclasses.replace(stream, cache=None)
         return _call(*program, params, self.router_state, numbers, stream, tokens, cache)
 
     def hidden(self, stream: Stream) -> Float[Array, "B S D"]:

@@ -63,7 +63,8 @@ def measure_depth(model: Chain, batches: Sequence[Batch]) -> DepthMeasures:
         model: Trained model.
         batches: Held-out batches.
     """
-    calls, sums = layer_calls(model.model), None
+    calls = layer_calls(model.model)
+    sums = None
     for batch in batches:
         measures = _measure_batch(model, batch)
         sums = measures if sums is None else jax.tree.map(np.add, sums, measures)
@@ -97,7 +98,8 @@ def streams_of(model: Chain, batches: Iterable[Batch]) -> list[np.ndarray]:
     parts: list[list[np.ndarray]] = []
     for batch in batches:
         stream, inputs = model.begin(batch.tokens, batch.segment_ids)
-        is_real, streams = np.asarray(inputs.token_mask), []
+        is_real = np.asarray(inputs.token_mask)
+        streams = []
         for call in layer_calls(model.model):
             stream = model.call(call, stream, inputs)
             streams.append(np.asarray(model.hidden(stream), np.float32)[is_real])
@@ -133,7 +135,8 @@ def map_error(sources: Sequence[np.ndarray], target_streams: Sequence[np.ndarray
     for place, raw in enumerate(sources):
         x = raw.astype(np.float64)
         x = x - x[:half].mean(0)
-        fitted, held_out = x[:half], x[half:]
+        fitted = x[:half]
+        held_out = x[half:]
         gram = fitted.T @ fitted
         gram += RIDGE * np.trace(gram) / width * np.eye(width)
         wrong = joined[half:] - held_out @ np.linalg.solve(gram, fitted.T @ joined[:half])
@@ -163,18 +166,22 @@ def _measure_batch(model: Chain, batch: Batch) -> dict[str, Any]:
     """Return the sums over the tokens of one batch."""
     calls = layer_calls(model.model)
     stream, inputs = model.begin(batch.tokens, batch.segment_ids)
-    streams, number = [stream], len(calls)
+    streams = [stream]
+    number = len(calls)
     for call in calls:
         streams.append(model.call(call, streams[-1], inputs))
     states = [model.hidden(stream) for stream in streams]
-    predicted, mask = model.logits(streams[-1]), inputs.token_mask
-    moved, size = np.zeros((number, number)), np.ones((number, number))
+    predicted = model.logits(streams[-1])
+    mask = inputs.token_mask
+    moved = np.zeros((number, number))
+    size = np.ones((number, number))
     per_layer: list[Any] = [
         _contribution(*pair, mask) for pair in zip(states, states[1:], strict=False)
     ]
     output = []
     for left_out in range(number):
-        stream, before = streams[left_out], states[left_out]
+        stream = streams[left_out]
+        before = states[left_out]
         for later in range(left_out + 1, number):
             stream = model.call(calls[later], stream, inputs)
             after = model.hidden(stream)
@@ -197,7 +204,8 @@ def _free(
     model: Chain, batches: Sequence[Batch], output: np.ndarray
 ) -> tuple[int, int, float] | None:
     """Return the longest run of layers that move little, and their distance together."""
-    best, start = (0, 0), 0
+    best = (0, 0)
+    start = 0
     for place, distance in enumerate([*output, np.inf]):
         if distance >= FREE:
             best = max(best, (start, place), key=lambda run: run[1] - run[0])
@@ -225,7 +233,8 @@ def _contribution(
 ) -> tuple[Array, Array]:
     """Return the sums over tokens of the ratio and of the cosine of a branch."""
     before, branch = before.astype(jnp.float32), _branch(before, after)
-    of_branch, of_stream = _norm(branch), _norm(before)
+    of_branch = _norm(branch)
+    of_stream = _norm(before)
     ratio = of_branch / jnp.maximum(of_stream, 1e-30)
     cosine = jnp.sum(branch * before, axis=-1) / jnp.maximum(of_branch * of_stream, 1e-30)
     return _masked_sum(ratio, mask), _masked_sum(cosine, mask)

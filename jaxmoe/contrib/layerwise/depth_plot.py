@@ -45,7 +45,8 @@ def plot_depth(
         title: Sentence above the panels.
     """
     rows, columns = (1, 3) if errors is None else (2, 2)
-    width, height = 4.8 * columns + 0.8 * (rows - 1), 4.4 * rows
+    width = 4.8 * columns + 0.8 * (rows - 1)
+    height = 4.4 * rows
     figure, panels = figure_of_panels(width, height, rows, columns)
     places = np.arange(len(layers))
     _contributions(panels[0], places, ratio, cosine)

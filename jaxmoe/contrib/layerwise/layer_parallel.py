@@ -88,7 +88,8 @@ def sweep_streams(
     numbers = np.array([(call.cache_layer, call.moe_layer) for call in calls], np.int32)
     inputs = jax.vmap(functools.partial(layer_inputs, stack.kind, model.router_state))(*numbers.T)
     estimate = jnp.broadcast_to(stream.x[None], (stack.num_layers, *stream.x.shape))
-    streams, sizes = [], (model.model.context, model.execution, stack, is_batched)
+    streams = []
+    sizes = (model.model.context, model.execution, stack, is_batched)
     for _ in range(sweeps):
         estimate, last = _sweep(
             *sizes, stack_parameters(model.params, stack), inputs, stream, about, estimate

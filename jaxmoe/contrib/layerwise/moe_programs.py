@@ -49,7 +49,8 @@ def route(
         Ids, the number of experts that can be chosen where there is none; activations in the
         compute dtype, on the device.
     """
-    kind, moe = call.stack.kind, call.stack.kind.feed_forward
+    kind = call.stack.kind
+    moe = call.stack.kind.feed_forward
     watched = Layer(kind.mixer, recorded(moe, stream.x.shape[0] * stream.x.shape[1]))
     bare = dataclasses.replace(stream, cache=None)
     ids, rows = _route(*_of(chain, call, watched), bare, tokens)
@@ -91,7 +92,8 @@ def write(
         tokens: Inputs of all layers.
         outputs: Outputs of all experts that `route` has named, by assignment.
     """
-    cache, bare = stream.cache, dataclasses.replace(stream, cache=None)
+    cache = stream.cache
+    bare = dataclasses.replace(stream, cache=None)
     written = _write(*_of(chain, call, call.stack.kind), bare, tokens, outputs)
     return dataclasses.replace(written, cache=cache)
 
@@ -106,7 +108,8 @@ def _of(chain: Chain, call: LayerCall, kind: Layer) -> tuple[Any, ...]:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _route(*arguments: Any) -> tuple[Array, Array]:
     *of_layer, stream, about = arguments
-    execution, top_k = arguments[1], arguments[2].feed_forward.top_k
+    execution = arguments[1]
+    top_k = arguments[2].feed_forward.top_k
     tokens = stream.x.shape[0] * stream.x.shape[1]
     dtype = execution.precision.compute_dtype
     nothing = jnp.zeros((tokens * top_k, stream.x.shape[-1]), dtype)
@@ -120,7 +123,8 @@ def _route(*arguments: Any) -> tuple[Array, Array]:
 def _compute(
     execution: ExecutionConfig, slots: Any, places: Array, ids: Array, rows: Array, outputs: Array
 ) -> Array:
-    number, top_k = jax.tree.leaves(slots)[0].shape[0], ids.shape[1]
+    number = jax.tree.leaves(slots)[0].shape[0]
+    top_k = ids.shape[1]
     chosen = places[ids].reshape(-1)  # A = T*K
     assignments = Assignments(
         token_ids=jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), top_k),

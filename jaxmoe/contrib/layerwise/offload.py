@@ -56,7 +56,8 @@ class WindowStore:
                     lambda x, layer_slice=layer_slice: x[layer_slice], stack_params
                 )
         self._order = [(call.stack.path, call.place) for call in layer_calls(model)]
-        self._size, self._next = size, 0
+        self._size = size
+        self._next = 0
         self._held: dict[tuple[str, int], concurrent.futures.Future[Any]] = {}
         self._last: tuple[str, int] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="layers")
@@ -68,7 +69,8 @@ class WindowStore:
         Args:
             call: Layer; in the order of the model.
         """
-        key, number = (call.stack.path, call.place), len(self._order)
+        key = (call.stack.path, call.place)
+        number = len(self._order)
         if self._order[self._next] != key:
             self._next = self._order.index(key)
         ahead = range(self._next, self._next + self._size)
@@ -91,7 +93,8 @@ class WindowStore:
         )
         self.asked += 1
         self.waited += not self._held[key].done()
-        self._next, self._last = (self._next + 1) % number, key
+        self._next = (self._next + 1) % number
+        self._last = key
         return self._held[key].result(), 0
 
     def close(self) -> None:

@@ -39,7 +39,8 @@ class ProbedBackward(MicroBatchBackward):
                 parameters itself, products in 8 bits, an update in parts, or a mixer whose
                 matrices have no probes.
         """
-        execution, start = step.execution, "optimizer:mkor measures every dense matrix"
+        execution = step.execution
+        start = "optimizer:mkor measures every dense matrix"
         if not step.gradients.is_backward:
             raise ValueError(
                 f"training.gradients:{step.gradients.name} has no backward pass, and optimizer:mkor"

@@ -128,7 +128,8 @@ def scale_by_mkor(
                 " update(..., stats=), as jaxmoe.make_train_step does"
             )
         flat = _flat(updates)
-        inputs, outputs = _flat(state.inputs), _flat(state.outputs)
+        inputs = _flat(state.inputs)
+        outputs = _flat(state.outputs)
         for row in rows:
             factors = inputs[row.path], outputs[row.path]
             flat[row.path] = directions(flat[row.path], *factors, row.declaration.matrix)

@@ -61,7 +61,8 @@ class ProbedArray(WrappedMatrix):
 
     def logical_axes(self, axes: Axes) -> ProbedArray:
         """Return the logical axes of the matrix and its probes."""
-        first, last = axes[: self.inputs.ndim - 1], axes[self.inputs.ndim - 1 :]
+        first = axes[: self.inputs.ndim - 1]
+        last = axes[self.inputs.ndim - 1 :]
         return ProbedArray(values=axes, inputs=(None, *first), outputs=(None, *last))
 
 

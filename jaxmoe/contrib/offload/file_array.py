@@ -27,7 +27,9 @@ class FileArray(StoredArray):
     place: ClassVar[str] = "files"
 
     def __init__(self, files: PartFiles, where: tuple[tuple[int, int], ...], like: Any):
-        self._files, self._where, self._version = files, where, files.version
+        self._files = files
+        self._where = where
+        self._version = files.version
         self.shape: tuple[int, ...] = tuple(like.shape)
         self.dtype = np.dtype(like.dtype)
         self._placed = like.sharding

@@ -191,7 +191,8 @@ class FilesStep:
     """
 
     def __init__(self, step: Step, files: PartFiles | None):
-        self._step, self._files = step, files
+        self._step = step
+        self._files = files
         self._begin = jax.jit(self._begun)
         self._update = functools.lru_cache(maxsize=None)(self._updater)
         self._accept = jax.jit(self._accepted, donate_argnums=0)
@@ -223,11 +224,14 @@ class FilesStep:
                 " make_train_step update=UpdateFromFiles(files=open_files(...)), both of"
                 " jaxmoe.contrib.offload.files_step, or set execution.optimizer_memory to host"
             )
-        files, since = self._files, time.perf_counter()
+        files = self._files
+        since = time.perf_counter()
         opt_state = self._in_files(state)
-        read, written = files.bytes_read, files.bytes_written
+        read = files.bytes_read
+        written = files.bytes_written
         state = _without_arrays(state)
-        running, is_accepted = files.begin(), False
+        running = files.begin()
+        is_accepted = False
         try:
             prepared, grads = self._begin(state, batch)
             seconds = 0.0
@@ -261,7 +265,8 @@ class FilesStep:
         return state, dataclasses.replace(metrics, disk=disk)
 
     def _parts(self, state: TrainState, opt_state: Any) -> tuple[Part, ...]:
-        trained, number = self._select_trained(state.params), self._step.execution.optimizer_parts
+        trained = self._select_trained(state.params)
+        number = self._step.execution.optimizer_parts
         return parts_of(self._step.model, trained, opt_state, number)
 
     def _select_trained(self, params: Any) -> Any:
@@ -287,7 +292,8 @@ class FilesStep:
         for leaf, places in where.items():
             values = np.asarray(leaves[leaf])
             for number, place in places:
-                module, part_number = parts[number].module, parts[number].number
+                module = parts[number].module
+                part_number = parts[number].number
                 size = len(values) // (module.parts or 1)
                 files.store(number, place, values[part_number * size :][:size])
             before, leaves[leaf] = leaves[leaf], FileArray(files, tuple(places), leaves[leaf])
@@ -299,8 +305,11 @@ class FilesStep:
         self, running: Pass, state: TrainState, grads: Any, opt_state: Any
     ) -> tuple[Any, Any, Bool[Array, ""]]:
         """Return parameters and counters after the update, and whether all is finite."""
-        leaves, is_finite = jax.tree.leaves(opt_state), jnp.ones((), jnp.bool_)
-        params, counters, trained = {**grads}, state.opt_state, self._select_trained(state.params)
+        leaves = jax.tree.leaves(opt_state)
+        is_finite = jnp.ones((), jnp.bool_)
+        params = {**grads}
+        counters = state.opt_state
+        trained = self._select_trained(state.params)
         tokens: Any = None
         name = ""
         for part in self._parts(state, opt_state):
@@ -327,7 +336,8 @@ class FilesStep:
     def _begun(self, state: TrainState, batch: Batch) -> tuple[Begun, Any]:
         step = self._step
         gradients = step.begin(state, batch)
-        summed, has_signal = gradients.summed, gradients.has_signal
+        summed = gradients.summed
+        has_signal = gradients.has_signal
         clipped = step.clipped(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
         prepared = Begun(
@@ -400,7 +410,8 @@ class _Lowered:
     """A step whose largest program is lowered."""
 
     def __init__(self, step: FilesStep, lowered: Any):
-        self._step, self._lowered = step, lowered
+        self._step = step
+        self._lowered = lowered
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> FilesStep:
         """Return the step; its small programs compile when they are first called."""

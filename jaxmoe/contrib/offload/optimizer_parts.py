@@ -53,7 +53,8 @@ from jaxmoe.training.state import CheckedStep, TrainState
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step
 
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_HOST = jax.memory.Space.Host
+_DEVICE = jax.memory.Space.Device
 Updater = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`update` of an optimiser."""
 
@@ -102,7 +103,8 @@ def modules_of(model: ModelConfig, params: Any, number: int) -> tuple[Module, ..
         params: Nested dict of parameters.
         number: Least number of parts of each scan; a scan has at most one for each layer.
     """
-    lengths, modules = {scan.name: scan.length for scan in model.scans}, []
+    lengths = {scan.name: scan.length for scan in model.scans}
+    modules = []
     for name in trained_modules(params):
         length = lengths.get(name)
         if length is None:
@@ -162,11 +164,17 @@ def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransfo
     """
     if isinstance(optimizer, LayerwiseTransformation):
         return
-    field, value, alternative = "optimizer_parts", str(execution.optimizer_parts), "1"
+    field = "optimizer_parts"
+    value = str(execution.optimizer_parts)
+    alternative = "1"
     if execution.optimizer_memory == "files":
-        field, value, alternative = "optimizer_memory", "files", "host"
+        field = "optimizer_memory"
+        value = "files"
+        alternative = "host"
     elif execution.optimizer_parts == 1:
-        field, value, alternative = "parameter_memory", "host", "device"
+        field = "parameter_memory"
+        value = "host"
+        alternative = "device"
     raise ValueError(
         f"execution.{field}={value} updates the layers of a stack apart, and this"
         " optimizer does not promise to treat each layer by itself: build it with an"
@@ -202,10 +210,14 @@ def update_in_parts(
     state = OwnedState.of(opt_state, params)
     owned = {m.name: OwnedModule(m, grads[m.name], params[m.name], state, scale) for m in modules}
     stand_ins = jax.tree.map(_stand_in, (grads, params))
-    updates, written, new = {**params}, {**params}, [*state.leaves]
-    first, finite = owned[modules[0].name].fetch(0, after[0]), after[1]
+    updates = {**params}
+    written = {**params}
+    new = [*state.leaves]
+    first = owned[modules[0].name].fetch(0, after[0])
+    finite = after[1]
     for number, module in enumerate(modules):
-        mine, following = owned[module.name], None
+        mine = owned[module.name]
+        following = None
         if number + 1 < len(modules):
             following = owned[modules[number + 1].name].fetch(0, finite)
         done, finite = mine.updated(update, stand_ins, first, finite)
@@ -334,7 +346,8 @@ class OwnedModule:
             first: The fetched first part.
             finite: Scalar before which the second part is not fetched.
         """
-        parts, is_away = self.module.parts or 1, self.is_away
+        parts = self.module.parts or 1
+        is_away = self.is_away
         # Gradients are read before they are overwritten; those of another dtype are not.
         first_carry = jax.tree.map(
             lambda g, p: g if g.dtype == p.dtype else p, self.grads, self.params
@@ -353,7 +366,8 @@ class OwnedModule:
             )
             finite &= all_finite((sums, new))
             if is_away:
-                away, steps = jax.device_put((new, sums), _HOST), None
+                away = jax.device_put((new, sums), _HOST)
+                steps = None
             else:
                 written = jax.tree.map(
                     lambda leaf, values: self.module.written(leaf, values, number), written, sums

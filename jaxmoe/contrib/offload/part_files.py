@@ -66,7 +66,8 @@ class PartLayout:
     @classmethod
     def of(cls, name: str, arrays: Sequence[tuple[tuple[int, ...], Any]]) -> PartLayout:
         """Return the layout of arrays of some shapes and dtypes."""
-        pieces, offset = [], 0
+        pieces = []
+        offset = 0
         for shape, dtype in arrays:
             pieces.append(FilePiece(shape, np.dtype(dtype), offset))
             offset += -(-pieces[-1].size // _ALIGNMENT) * _ALIGNMENT
@@ -261,7 +262,9 @@ class Pass:
     """
 
     def __init__(self, files: PartFiles, reader: ThreadPoolExecutor, writer: ThreadPoolExecutor):
-        self._files, self._reader, self._writer = files, reader, writer
+        self._files = files
+        self._reader = reader
+        self._writer = writer
         self._next = 0
         self._coming: Future[list[np.ndarray]] | None = reader.submit(files.load, 0)
         self._leaving: Future[None] | None = None
@@ -273,7 +276,8 @@ class Pass:
         Waits until the new values of the part before are computed, which frees its memory.
         """
         assert self._coming is not None  # there is a part left
-        arrays, self._coming = self._coming.result(), None
+        arrays = self._coming.result()
+        self._coming = None
         jax.block_until_ready(self._last)
         self._last = ()
         self._next += 1
@@ -293,7 +297,8 @@ class Pass:
         Args:
             is_accepted: Whether the new values hold; all must have been put.
         """
-        coming, self._coming = self._coming, None
+        coming = self._coming
+        self._coming = None
         if coming is not None:
             coming.result()
         self.join()
@@ -301,6 +306,7 @@ class Pass:
 
     def join(self) -> None:
         """Wait until all new values are in the files."""
-        leaving, self._leaving = self._leaving, None
+        leaving = self._leaving
+        self._leaving = None
         if leaving is not None:
             leaving.result()

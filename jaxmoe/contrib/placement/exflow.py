@@ -71,7 +71,8 @@ class ExFlowConfig(Placer):
             ValueError: P does not divide E.
         """
         check_devices(trace.num_experts, num_devices)
-        affinity, layers = trace.affinity(), trace.num_layers
+        affinity = trace.affinity()
+        layers = trace.num_layers
         identity = ExpertPlacement.identity(layers, trace.num_experts, num_devices).device_of
         candidates = {
             "identity": identity,
@@ -100,10 +101,13 @@ def _grow(
 ) -> Int[np.ndarray, "L E"]:
     """Fill one device after another, each from the busiest free expert of the first layer."""
     layers, number = loads.shape
-    device_of, share = np.full((layers, number), -1), number // num_devices
+    device_of = np.full((layers, number), -1)
+    share = number // num_devices
     for device in range(num_devices):
-        pull, free = np.zeros((layers, number)), np.full(layers, share)
-        layer, expert = 0, int(np.argmax(np.where(device_of[0] < 0, loads[0], -1)))
+        pull = np.zeros((layers, number))
+        free = np.full(layers, share)
+        layer = 0
+        expert = int(np.argmax(np.where(device_of[0] < 0, loads[0], -1)))
         for _ in range(layers * share):
             device_of[layer, expert] = device
             free[layer] -= 1
@@ -119,7 +123,9 @@ def _grow(
 
 def _improve(affinity: Affinity, devices: Devices, num_devices: int) -> Int[np.ndarray, "L E"]:
     """Return devices improved layer by layer, given both neighbours, until no layer gains."""
-    devices, is_on, is_better = devices.copy(), np.eye(num_devices), True
+    devices = devices.copy()
+    is_on = np.eye(num_devices)
+    is_better = True
     while is_better:
         is_better = False
         for layer in range(len(devices)):
@@ -142,7 +148,8 @@ def _program(
     affinity: Affinity, num_layers: int, num_devices: int, time_limit_s: float
 ) -> tuple[Int[np.ndarray, "L E"] | None, float]:
     """Return the placement of HiGHS, or None, and a lower bound of the crossings."""
-    number, pairs = affinity.shape[1], np.argwhere(affinity > 0)
+    number = affinity.shape[1]
+    pairs = np.argwhere(affinity > 0)
     if not len(pairs):
         return None, 0.0
     x = np.arange(num_layers * number * num_devices).reshape(num_layers, number, num_devices)

@@ -57,7 +57,8 @@ class ExpertGroupingConfig(Placer):
             ValueError: P does not divide E.
         """
         check_devices(trace.num_experts, num_devices)
-        devices, total = [], 0.0
+        devices = []
+        total = 0.0
         share = trace.num_experts // num_devices
         frequency = np.bincount(trace.token_ids, minlength=trace.vocab_size)
         ids = None
@@ -71,7 +72,8 @@ class ExpertGroupingConfig(Placer):
             cost, new_ids, experts = min(ends, key=lambda end: end[0])
             if ids is not None:
                 names = _as_before(ids, new_ids, frequency, num_devices)
-                new_ids, experts = names[new_ids], names[experts]
+                new_ids = names[new_ids]
+                experts = names[experts]
             ids = new_ids
             devices.append(experts)
             total += cost
@@ -133,8 +135,10 @@ def cluster_ids(
 ) -> Int[np.ndarray, " V"]:
     """Return the device of each token id for given experts; arguments as in `grouping_cost`."""
     local = counts @ np.eye(num_devices)[experts]  # V, P
-    mean, frequencies = frequency.sum() / num_devices, np.zeros(num_devices)
-    ids, seen = np.full(len(frequency), -1), np.flatnonzero(frequency)
+    mean = frequency.sum() / num_devices
+    frequencies = np.zeros(num_devices)
+    ids = np.full(len(frequency), -1)
+    seen = np.flatnonzero(frequency)
     order = seen[np.argsort(-frequency[seen], kind="stable")]
     is_better = True
     while is_better:

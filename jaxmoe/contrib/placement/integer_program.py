@@ -66,7 +66,8 @@ def minimise(
     entries = sum(len(rows.value) for rows in constraints)
     if time_limit_s <= 0.0 or entries > MOST_ENTRIES:
         return ProgramSolution(None, -np.inf)
-    optimize, sparse = require("scipy.optimize"), require("scipy.sparse")
+    optimize = require("scipy.optimize")
+    sparse = require("scipy.sparse")
     bounds = [
         optimize.LinearConstraint(
             sparse.csr_array(
@@ -135,7 +136,8 @@ def follow_layers(
         first: Devices of the first layer.
         num_devices: P.
     """
-    layers, is_on = [first], np.eye(num_devices)
+    layers = [first]
+    is_on = np.eye(num_devices)
     for benefit in pairs:
         layers.append(assign_evenly(benefit.T @ is_on[layers[-1]]))
     return np.stack(layers)

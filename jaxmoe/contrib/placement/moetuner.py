@@ -73,7 +73,9 @@ class MoETunerConfig(Placer):
             ValueError: P does not divide E.
         """
         check_devices(trace.num_experts, num_devices)
-        loads, affinity, layers = trace.loads(), trace.affinity(), trace.num_layers
+        loads = trace.loads()
+        affinity = trace.affinity()
+        layers = trace.num_layers
         half = self.time_limit_s / 2
         clusters = np.stack(
             [cluster_by_load(layer, num_devices, time_limit_s=half / layers) for layer in loads]
@@ -107,12 +109,11 @@ def cluster_by_load(
         num_devices: P, the number of clusters.
         time_limit_s: Time limit for HiGHS, seconds.
     """
-    number, share = len(loads), len(loads) // num_devices
-    greedy, device_totals, free = (
-        np.zeros(number, int),
-        np.zeros(num_devices),
-        np.full(num_devices, share),
-    )
+    number = len(loads)
+    share = len(loads) // num_devices
+    greedy = np.zeros(number, int)
+    device_totals = np.zeros(num_devices)
+    free = np.full(num_devices, share)
     for expert in np.argsort(-loads, kind="stable"):
         cluster = int(np.argmin(np.where(free > 0, device_totals, np.inf)))
         greedy[expert] = cluster
@@ -128,7 +129,8 @@ def cluster_by_load(
 def _clusters_by_program(
     loads: Int[np.ndarray, " E"], num_devices: int, time_limit_s: float
 ) -> Int[np.ndarray, " E"] | None:
-    number, mean = len(loads), loads.sum() / num_devices
+    number = len(loads)
+    mean = loads.sum() / num_devices
     x = np.arange(number * num_devices).reshape(number, num_devices)
     off = x.size + np.arange(num_devices)
     cost = np.concatenate([np.zeros(x.size), np.ones(num_devices)])
@@ -197,7 +199,8 @@ def _swap(flow: Flow, labels: Labels) -> Labels:
                 labels[layer, [first, second]] = labels[layer, [second, first]]
                 new = _crowding(flow, labels)
                 if new < cost:
-                    cost, is_better = new, True
+                    cost = new
+                    is_better = True
                 else:
                     labels[layer, [first, second]] = labels[layer, [second, first]]
     return labels

@@ -122,7 +122,8 @@ def check_placement(model: ModelConfig, placement: ExpertPlacement) -> None:
     moe = model.moe
     if moe is None or not model.num_moe_layers:
         raise ValueError("placement: the model has no MoE layer, and no expert to place")
-    have, model_shape = placement.device_of.shape, (model.num_moe_layers, moe.num_experts)
+    have = placement.device_of.shape
+    model_shape = (model.num_moe_layers, moe.num_experts)
     if have != model_shape:
         raise ValueError(
             f"placement: it is of {have[0]} MoE layers of {have[1]} experts, and the model has"

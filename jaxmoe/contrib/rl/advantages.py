@@ -52,7 +52,8 @@ def answer_weights(
         name: Mean over tokens, see `PolicyGradientConfig.aggregation`.
         longest: Longest answer allowed.
     """
-    total, number = lengths.sum(), len(lengths)
+    total = lengths.sum()
+    number = len(lengths)
     factors = {
         "sequence": 1.0 / (number * lengths),
         "token": np.full(number, 1.0 / total),

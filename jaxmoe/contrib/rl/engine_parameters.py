@@ -27,7 +27,8 @@ class EngineParameters:
     """
 
     def __init__(self, served: Literal["exact", "bfloat16"]):
-        self._served, self._held = served, None
+        self._served = served
+        self._held = None
 
     def follow(self, params: Any) -> tuple[Any, dict[str, float]]:
         """Return parameters of now as the engine has them, and the measures of what was sent.
@@ -47,7 +48,8 @@ class EngineParameters:
             self._held = current
         else:
             change = update(self._held, current)
-            self._held, sent = apply(self._held, change), change.num_bytes
+            self._held = apply(self._held, change)
+            sent = change.num_bytes
         full = jax.tree.map(
             lambda engine_array, array: engine_array.astype(array.dtype), self._held, arrays
         )

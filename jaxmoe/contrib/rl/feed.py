@@ -146,7 +146,8 @@ class Learner:
             batch: All of them, with all that the objective reads.
             seed: Numbers of the run and the step, which decide the order.
         """
-        group, prompts = self.config.group, self.config.prompts
+        group = self.config.group
+        prompts = self.config.prompts
         for epoch in range(self.config.epochs):
             for chosen in drawn_order(prompts, self.config.minibatches, (*seed, epoch)):
                 rows = (chosen[:, None] * group + np.arange(group)).reshape(-1)
@@ -190,7 +191,8 @@ class RolloutFeed(Feed):
                 or the reward's file or function cannot be used.
         """
         learner = self._learner
-        execution, adapter = learner.execution, learner.model.adapter
+        execution = learner.execution
+        adapter = learner.model.adapter
         learner.config.reward.build()
         if (reason := why_not_served(learner.model, execution, None)) is not None:
             raise ValueError(f"rl answers prompts with the engine: {reason}")
@@ -279,13 +281,15 @@ class RolloutFeed(Feed):
             NoAnswersError: An answer could not be drawn or scored.
         """
         del batch
-        number, start_time = int(state.step), time.perf_counter()
+        number = int(state.step)
+        start_time = time.perf_counter()
         sent = self._draw(state, self._queue.due(number))
         try:
             samples, stale = self._rollouts.take()
         except (JaxmoeError, ValueError) as error:
             raise NoAnswersError(str(error)) from error
-        drawn, counts = time.perf_counter(), self._rollouts.counts()
+        drawn = time.perf_counter()
+        counts = self._rollouts.counts()
         rows, measures = self._prepare(state, self._learner.batch(samples))
         state, metrics, clipped = self._update(step_function, state, samples, rows)
         measures[CLIPPED] = clipped
@@ -301,7 +305,8 @@ class RolloutFeed(Feed):
         self._rollouts.advance(int(state.step))
         if not steps:
             return {}
-        params, sent = state.params, dict[str, float]()
+        params = state.params
+        sent = dict[str, float]()
         if self._engine_params is not None:
             params, sent = self._engine_params.follow(params)
         device = self._learner.mesh.devices.flat[0]
@@ -323,9 +328,12 @@ class RolloutFeed(Feed):
     ) -> tuple[TrainState, StepMetrics, float]:
         """Return the state after the updates of a step, its metrics, and the share of tokens whose
         ratio the objective has cut, over all updates."""
-        config, mesh = self._learner.config, self._learner.mesh
-        seed, step_metrics = (self._learner.seed, int(state.step)), list[StepMetrics]()
-        cut, read = 0, 0
+        config = self._learner.config
+        mesh = self._learner.mesh
+        seed = (self._learner.seed, int(state.step))
+        step_metrics = list[StepMetrics]()
+        cut = 0
+        read = 0
         for number, rows in enumerate(self._learner.updates(samples, batch, seed)):
             is_read = np.asarray(rows.loss_weights) > 0
             read += int(is_read.sum())
@@ -347,8 +355,11 @@ class RolloutFeed(Feed):
     def _prepare(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""
         config = self._learner.config
-        is_read, engine = np.asarray(batch.loss_weights) > 0, np.asarray(batch.extra[OLD])
-        extra, measures, current = dict(batch.extra), dict[str, float](), engine
+        is_read = np.asarray(batch.loss_weights) > 0
+        engine = np.asarray(batch.extra[OLD])
+        extra = dict(batch.extra)
+        measures = dict[str, float]()
+        current = engine
 
         def log_probs(params: Any, router_state: Any) -> np.ndarray:
             reference_log_probs = self._log_probs(

@@ -49,7 +49,9 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.training.next_token import NextTokenConfig
 from jaxmoe.training.objective import TokenGiven
 
-ADVANTAGES, OLD, REFERENCE = "advantages", "old_log_probs", "reference_log_probs"
+ADVANTAGES = "advantages"
+OLD = "old_log_probs"
+REFERENCE = "reference_log_probs"
 SAMPLER_WEIGHTS = "sampler_weights"
 """Names in `Batch.extra`."""
 

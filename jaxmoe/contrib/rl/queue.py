@@ -25,7 +25,9 @@ class AnswerQueue:
     """
 
     def __init__(self, *, staleness: int, every: int, last_step: int):
-        self._staleness, self._every, self._last_step = staleness, every, last_step
+        self._staleness = staleness
+        self._every = every
+        self._last_step = last_step
         self._drawn = -1
 
     def due(self, step: int) -> range:

@@ -34,8 +34,11 @@ from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.requests import Sampling
 from jaxmoe.serve.streams import AnswerStream
 
-_THREAD, _SCORERS = "jaxmoe-rollouts", "jaxmoe-scorers"
-_QUESTION, _ANSWERS, _REWARDS = "question", "answers", "rewards"
+_THREAD = "jaxmoe-rollouts"
+_SCORERS = "jaxmoe-scorers"
+_QUESTION = "question"
+_ANSWERS = "answers"
+_REWARDS = "rewards"
 """Columns of a row of the store, which is a prompt with its group."""
 _PIECE_TOKENS = 1024
 """Tokens of prompts that a step of the engine computes at most."""
@@ -69,7 +72,9 @@ class Rollouts:
         seed: int,
         ends: Sequence[int] = (),
     ):
-        self._config, self._model, self._execution = config, model, execution
+        self._config = config
+        self._model = model
+        self._execution = execution
         self._codec, self._length, self._seed, self._ends = codec, length, seed, tuple(ends)
         self._task = config.reward.build()
         self._executor: ModelExecutor | None = None
@@ -151,7 +156,8 @@ class Rollouts:
 
     def _draw(self, step: int, params: Any, router_state: Any) -> None:
         """Draw the answers of a step; each group goes to the store when it is complete."""
-        engine, config = self._serving(params, router_state), self._config
+        engine = self._serving(params, router_state)
+        config = self._config
         rows = self._store.claim((_QUESTION,), (_ANSWERS,), config.prompts)
         texts = [row.values[_QUESTION].prompt for row in rows]
         prompts = encode_prompts(self._codec, texts)
@@ -212,7 +218,8 @@ class Rollouts:
         return self._engine
 
     def _sizes(self) -> ExecutorConfig:
-        config, longest = self._config, self._length + 1
+        config = self._config
+        longest = self._length + 1
         together = min(config.num_answers, config.max_sequences)
         width = max(self._longest_prompt, 1)
         pieces = min(max(_PIECE_TOKENS // width, 1), together)

@@ -90,7 +90,8 @@ class SampleStore:
                 f"a store needs a column and staleness of at least 0, and has staleness="
                 f"{staleness} and {len(self._columns)} columns"
             )
-        self._staleness, self._version = staleness, version
+        self._staleness = staleness
+        self._version = version
         self._rows: dict[int, _HeldRow] = {}
         self._submitted = self._taken = self._dropped = 0
         self._closed: BaseException | None = None
@@ -131,7 +132,8 @@ class SampleStore:
                     f"a row of version {version} was submitted to a store at version"
                     f" {self._version}: call advance first"
                 )
-            number, self._submitted = self._submitted, self._submitted + 1
+            number = self._submitted
+            self._submitted = self._submitted + 1
             if self._is_old(version):
                 self._dropped += 1
             else:

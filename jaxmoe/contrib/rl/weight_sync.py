@@ -110,7 +110,8 @@ def update(previous: Any, current: Any, *, bucket: int = BUCKET) -> SparseUpdate
     """
     if not 1 <= bucket <= 1 << 32:
         raise ValueError(f"bucket={bucket} must be from 1 to 2^32 elements")
-    before, after = _Version.of(previous), _Version.of(current)
+    before = _Version.of(previous)
+    after = _Version.of(current)
     if before.names != after.names:
         name, other_name = next(
             pair for pair in zip(before.names, after.names, strict=False) if pair[0] != pair[1]

@@ -64,9 +64,11 @@ class Client:
             raise ValueError(f"url={url} must be an address such as http://127.0.0.1:8000")
         is_plain = parts.scheme == "http"
         self._kind = http.client.HTTPConnection if is_plain else http.client.HTTPSConnection
-        self._host, self._port = parts.hostname, port
+        self._host = parts.hostname
+        self._port = port
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._url, self._timeout = url, timeout
+        self._url = url
+        self._timeout = timeout
         self._open: set[socket.socket] = set()
         self._is_closed = False
         self._headers = {"Content-Type": "application/json"}
@@ -111,7 +113,9 @@ class Client:
             Times and counts, or why it failed; nothing is raised for what the server does.
         """
         request = body | {"stream": True, "stream_options": {"include_usage": True}}
-        connection, outcome, opened = self._connect(), RequestOutcome(), None
+        connection = self._connect()
+        outcome = RequestOutcome()
+        opened = None
         content = json.dumps(request).encode()
         try:
             connection.connect()

@@ -91,7 +91,9 @@ def send_load(
     An interruption closes the client.
     """
     followers: dict[int, list[Arrival]] = {}
-    start, due, results = time.monotonic(), list[tuple[float, int, Arrival]](), list[Sent]()
+    start = time.monotonic()
+    due = list[tuple[float, int, Arrival]]()
+    results = list[Sent]()
     endings: queue.SimpleQueue[tuple[Arrival, float, Future[RequestOutcome]]] = queue.SimpleQueue()
     for arrival in arrivals:
         if arrival.after is None:
@@ -104,7 +106,8 @@ def send_load(
         future = pool.submit(client.complete, _body(arrival, vocab) | dict(fields))
         future.add_done_callback(lambda done: endings.put((arrival, arrived, done)))
 
-    pool, flying = ThreadPoolExecutor(connections, thread_name_prefix=_THREAD), 0
+    pool = ThreadPoolExecutor(connections, thread_name_prefix=_THREAD)
+    flying = 0
     try:
         while due or flying:
             while due and due[0][0] <= time.monotonic():
@@ -159,7 +162,8 @@ def _body(arrival: Arrival, vocab: int) -> dict[str, Any]:
 
 def _sequence(result: Sent) -> ServedSequence:
     """Return a whole answer as a sequence on the client's clock, for the measures."""
-    request, outcome = result.arrival.request, result.outcome
+    request = result.arrival.request
+    outcome = result.outcome
     return ServedSequence(
         request=request,
         order=request.id,

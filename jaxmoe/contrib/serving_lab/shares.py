@@ -62,7 +62,8 @@ class SharedDraft(Draft):
             shares: Share of the device by lane; all of it by default.
             nano_batches: Parts into which the step is cut.
         """
-        plan, share = self.plan(), shares or {}
+        plan = self.plan()
+        share = shares or {}
         lanes = tuple(
             SharedLane(
                 lane.singles, lane.pieces, lane.number, share.get(lane.number, 1.0), nano_batches

@@ -58,7 +58,8 @@ def measure_run(
         ValueError: The run cannot be served, or too few shapes are compiled for a fit.
     """
     loaded = load_model(path)
-    executor, assembly = open_executor(loaded, sizes).executor, loaded.assembly
+    executor = open_executor(loaded, sizes).executor
+    assembly = loaded.assembly
     if "pages" not in executor.facts(max_waiting=1).capabilities:
         raise ValueError(
             f"run.directory={path} has no keys and values, and the simulator plans pages of them:"
@@ -135,7 +136,8 @@ def _describe(
             f" {fit.error:.1%}"
         )
     if nominal.loads:
-        most, even = timings[0].singles, dataclasses.replace(nominal, loads=())
+        most = timings[0].singles
+        even = dataclasses.replace(nominal, loads=())
         read = [timing.distinct_experts(most) for timing in (nominal, even)]
         lines.append(
             f"  {most} tokens choose {read[0]:.1f} of the {nominal.sizes.num_experts} experts of a"

@@ -124,7 +124,8 @@ def permuted_mean() -> Exchange:
 
 def _sum_by_permutes(x: Array, setting: About) -> Array:
     """Return the sum of an array over the workers, each part added up by one of them."""
-    number, worker = setting.workers, jax.lax.axis_index(setting.axis)
+    number = setting.workers
+    worker = jax.lax.axis_index(setting.axis)
     if x.shape[0] % number:
         flat = jnp.pad(x.ravel(), (0, -x.size % number))
     else:  # the layout in memory stays as it is
@@ -199,10 +200,8 @@ def decoded_mean(
             message = group.decode(received_payload[0], slow).astype(dtype)
             share = (message != 0).astype(dtype)
             if group.factors is not None:
-                message, share = (
-                    message * received_payload[1].astype(dtype),
-                    share * received_payload[1].astype(dtype),
-                )
+                message = message * received_payload[1].astype(dtype)
+                share = share * received_payload[1].astype(dtype)
             count = sums[1] if reduce == "workers" else sums[1] + share
             return (sums[0] + message, count), None
 

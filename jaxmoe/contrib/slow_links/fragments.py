@@ -116,7 +116,9 @@ class Fragment:
 
     def _cut(self, x: Array, leading: int) -> Array:
         """Return the array with its layers as [layers / count, count]."""
-        before, layers, after = x.shape[:leading], x.shape[leading], x.shape[leading + 1 :]
+        before = x.shape[:leading]
+        layers = x.shape[leading]
+        after = x.shape[leading + 1 :]
         return x.reshape(*before, layers // self.count, self.count, *after)
 
 
@@ -130,7 +132,8 @@ def cut_fragments(leaves: Sequence[Leaf], count: int) -> tuple[Fragment, ...]:
     Raises:
         ValueError: A fragment would be empty.
     """
-    strided, sizes = [], [0] * count
+    strided = []
+    sizes = [0] * count
     fragments: list[list[str]] = [[] for _ in range(count)]
     for leaf in leaves:
         if count > 1 and leaf.is_stacked and leaf.shape[0] % count == 0:

@@ -120,7 +120,8 @@ def separately(
         return {path: exchange(leaves[path], None).init(x) for path, x in params.items()}
 
     def mix(payloads: Any, decodes: Any, params: Arrays, abouts: Any, state: Any) -> Any:
-        mixed, after = {}, {}
+        mixed = {}
+        after = {}
         for path, x in params.items():
             setting = abouts[path]
             mixed[path], after[path] = exchange(leaves[path], setting).mix(
@@ -261,13 +262,17 @@ def _mix(
     is_alive: Bool[Array, ""],
 ) -> tuple[dict[str, Array], GradientTalk]:
     """Return the exchanged gradients of all parameters, and the state of this worker."""
-    params, agreed = shared["params"], shared["agreed"]
+    params = shared["params"]
+    agreed = shared["agreed"]
 
     def encode(talk: GradientTalk) -> tuple[dict[str, Array], GradientTalk]:
-        payloads, decodes, codec = {}, {}, {}
+        payloads = {}
+        decodes = {}
+        codec = {}
         for path, x in grads.items():
             setting = abouts[path]
-            message, mean_leaf = x, method.codec(leaves[path], setting)
+            message = x
+            mean_leaf = method.codec(leaves[path], setting)
             if agreed is not None:
                 message = method.carry * agreed.momentum[path] + (1.0 - method.carry) * x
                 message = jnp.where(agreed.mask[path] & is_alive, message, jnp.zeros_like(x))

@@ -148,15 +148,20 @@ def send(
         factors = None
         if worker_state["weight"] is not None:
             factors = factors_for(method, jax.lax.all_gather(worker_state["weight"], workers.axis))
-        slow_params, number = shared["slow"], shared["number"]
+        slow_params = shared["slow"]
+        number = shared["number"]
         key = jax.random.wrap_key_data(shared["key"])
-        mixed, codec, exchange = {}, {}, {}
+        mixed = {}
+        codec = {}
+        exchange = {}
         for index, (path, x) in enumerate(worker_state["params"].items()):
-            leaf, state = leaves[path], worker_state["talk"]
+            leaf = leaves[path]
+            state = worker_state["talk"]
             anchor = (
                 slow_params[path] if worker_state["slow"] is None else worker_state["slow"][path]
             )
-            codec_of, exchange_of = _codec(method, leaf, workers), method.exchange(leaf)
+            codec_of = _codec(method, leaf, workers)
+            exchange_of = method.exchange(leaf)
             leaf_key = jax.random.fold_in(key, index)
             message = anchor - x if method.anchor == "sent" else x
             payload, after = codec_of.encode(message, state.codec[path], leaf_key)
@@ -282,7 +287,8 @@ def mask_foreign(
 
 def _codec(method: Method, leaf: Leaf, workers: Workers) -> Codec:
     """Return the encoding of a parameter by this worker."""
-    codec, slow = method.codec(leaf), method.slow
+    codec = method.codec(leaf)
+    slow = method.slow
     if slow is None or (narrow := slow.codec(leaf)) is None:
         return codec
     return either(codec, narrow, slow.is_slow(jax.lax.axis_index(workers.axis)))

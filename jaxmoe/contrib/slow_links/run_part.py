@@ -89,7 +89,8 @@ def with_other_workers(
         step: Step to read.
         shapes: Shapes and shardings of a new state of this start.
     """
-    manifest, name = manager.shared_manifest(step), f"{_LOCAL}skipped"
+    manifest = manager.shared_manifest(step)
+    name = f"{_LOCAL}skipped"
     if WORKERS not in shapes.parts or name not in manifest.arrays:
         return None
     (before,), number = manifest.arrays[name]["shape"], local_of(shapes).skipped.shape[0]
@@ -117,7 +118,8 @@ def with_other_workers(
     state = dataclasses.replace(assembly.new_world(), **dict.fromkeys(field_names))
     target_arrays = target | traverse_util.unflatten_dict(shapes_by_path, sep=SEPARATOR)
     restored = restore_part(manager.directory, target_arrays, step=step)
-    source_workers, local = jnp.arange(number) % before, _as_saved(restored.pop("parts")[WORKERS])
+    source_workers = jnp.arange(number) % before
+    local = _as_saved(restored.pop("parts")[WORKERS])
     with jax.set_mesh(assembly.mesh):
         outer = restored.pop("opt_state")
         begun = assembly.workers.begin(dataclasses.replace(state, **restored))
@@ -161,7 +163,8 @@ def describe_workers(assembly: Assembly) -> str | None:
     training = assembly.workers.training
     if training is None:
         return None
-    number, often = _num_workers(assembly), "gradients in every step"
+    number = _num_workers(assembly)
+    often = "gradients in every step"
     if isinstance(training, WorkerTraining):
         often = _timing_in_words(training.method.timing)
     is_alone = training.workers.is_spread or assembly.job is not None

@@ -105,7 +105,8 @@ def gather_from(payload: Payload, senders: Sequence[int], setting: About) -> Pay
         senders: Numbers of the workers that send.
         setting: Axis of the workers.
     """
-    number, me = setting.workers, jax.lax.axis_index(setting.axis)
+    number = setting.workers
+    me = jax.lax.axis_index(setting.axis)
     places = jnp.asarray(senders, jnp.int32)
 
     def gather(x: Array) -> Array:

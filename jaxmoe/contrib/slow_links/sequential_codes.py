@@ -97,7 +97,8 @@ class SelectiveReattempt(_CodeSchedule):
 
     def tasks(self) -> dict[int, list[CodedTask]]:
         """Return the tasks of each worker in this round."""
-        now, old = CodedTask(self.round, 0), CodedTask(self.round - self.burst, 0)
+        now = CodedTask(self.round, 0)
+        old = CodedTask(self.round - self.burst, 0)
         missing = self.workers - self.absent - self.count(old) if old.job >= 0 else 0
         tasks_of_worker = {}
         for worker in range(self.workers):
@@ -156,5 +157,6 @@ class Multiplexed(_CodeSchedule):
         """Return whether the gradient of a job can be decoded."""
         parts = range(self.window - 1 + self.burst)
         counts = [self.count(CodedTask(job, part)) for part in parts]
-        first, coded = counts[: self.window - 1], counts[self.window - 1 :]
+        first = counts[: self.window - 1]
+        coded = counts[self.window - 1 :]
         return min(first) == self.workers and min(coded) >= self.workers - self.slow

@@ -97,13 +97,15 @@ class Site(RunPart):
 
     def fit(self, setting: Setting) -> Setting:
         """Let the job take its part of each batch."""
-        config, site = setting.config, self._config
+        config = setting.config
+        site = self._config
         _check_site(config, site, config.execution.mesh.resolve(len(setting.devices)))
         return replace(setting, job=(site.member % site.of, site.of))
 
     def restored(self, begun: Begun) -> None:
         """Find the other sites, which this one has not joined yet."""
-        assembly, state = begun.assembly, begun.state
+        assembly = begun.assembly
+        state = begun.state
         if begun.step >= assembly.plan.config.training.steps:
             return
         training = assembly.workers.training

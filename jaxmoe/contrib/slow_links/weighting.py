@@ -75,7 +75,8 @@ def by_participation() -> Weighting:
     """Return weights that are the mean rounds between two participations."""
 
     def init() -> Participation:
-        zero, unit = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
+        zero = jnp.zeros((), jnp.float32)
+        unit = jnp.ones((), jnp.float32)
         return Participation(jnp.zeros((), bool), zero, zero, unit)
 
     def add(state: Participation, tokens: Array, is_refused: Array) -> Participation:

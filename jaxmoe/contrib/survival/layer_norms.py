@@ -64,7 +64,8 @@ class VocabularyMirror(StepPart):
 
     def init(self, start: Start) -> Any:
         """Return zeros in place of the rows; None without stages, or where they do not change."""
-        model, execution = start.model, start.execution
+        model = start.model
+        execution = start.execution
         is_whole = model.adapter is not None or execution.precision.weights != "floating"
         if execution.mesh.stage <= 1 or is_whole:
             return None

@@ -45,7 +45,8 @@ def sources_of(lost: Collection[int], norms: Float[np.ndarray, " layers"]) -> So
     """
     sources = {}
     for first, last in _runs(sorted(lost)):
-        size, sides = last - first, []
+        size = last - first
+        sides = []
         for start in (first - size, last):
             layers = range(start, start + size)
             if start >= 0 and layers.stop <= len(norms) and not set(layers) & set(lost):

@@ -105,7 +105,8 @@ class Peers:
     """
 
     def __init__(self, devices: Sequence[jax.Device], *, piece: int = PIECE):
-        self._devices, self._piece = list(devices), piece
+        self._devices = list(devices)
+        self._piece = piece
         self._mesh = Mesh(np.asarray(self._devices, dtype=object), (_AXIS,))
 
     @property

@@ -47,7 +47,8 @@ class RecomputedStep:
     def __init__(
         self, step_function: Callable[[TrainState, Batch], Any], every: int, first_step: int
     ):
-        self._step_function, self._every = step_function, every
+        self._step_function = step_function
+        self._every = every
         self._step = first_step
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
@@ -83,8 +84,11 @@ def verdict(first: Prints, second: Prints, third: Prints) -> str:
         kind = "transient, two of three results agree"
         wrong, right = (second, first) if third == first else (first, second)
     else:
-        kind, wrong, right = "persistent, no two of three results agree", second, first
-    devices, arrays = set[int](), list[str]()
+        kind = "persistent, no two of three results agree"
+        wrong = second
+        right = first
+    devices = set[int]()
+    arrays = list[str]()
     for path, shards in wrong.items():
         odd = {
             shard.device

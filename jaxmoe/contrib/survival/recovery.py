@@ -165,10 +165,12 @@ def _restore(
     saved = [path for path in flat if path in survey_of_step.manifest.arrays]
     if scalars := [path for path in saved if not flat[path].ndim and survey_of_step.num_lost(path)]:
         raise CheckpointDamagedError(f"{where} has lost counters: {', '.join(scalars[:5])}")
-    sources, mirrors = _sources(survivors, stacked, where), _Mirror.all_of(survey_of_step, table)
+    sources = _sources(survivors, stacked, where)
+    mirrors = _Mirror.all_of(survey_of_step, table)
     for path in saved:
         lost = _layers_of(path, stacked, sources)
-        mirror, leaf = mirrors.get(path), flat[path]
+        mirror = mirrors.get(path)
+        leaf = flat[path]
         flat[path] = _fill(survivors, path, leaf, lost, mirror, is_averaged=path in stacked)
     changes = _changes(survey_of_step, stacked, sources, mirrors)
     for change in changes:
@@ -218,13 +220,15 @@ class _Mirror:
     @classmethod
     def all_of(cls, survey_of_step: Survey, table: ParameterTable) -> dict[str, _Mirror]:
         """Return the copies that a step has, by the paths of the parameters."""
-        mirrors, manifest = {}, survey_of_step.manifest
+        mirrors = {}
+        manifest = survey_of_step.manifest
         stages = manifest.config.get("execution", {}).get("mesh", {}).get("stage", 1)
         for row in table:
             path = f"{_MIRROR}{row.path}"
             # Copies are zeros until the first step has ended.
             if path in manifest.arrays and stages > 1 and manifest.step > 0:
-                axis, shape = row.declaration.axes.index(ax.VOCAB), row.shape
+                axis = row.declaration.axes.index(ax.VOCAB)
+                shape = row.shape
                 mirror = cls(path, axis, shape[axis] // stages, shape)
                 mirrors[f"params{SEPARATOR}{row.path}"] = mirror
         return mirrors
@@ -322,10 +326,8 @@ def _changes(
     for path in survey_of_step.lost:
         if path in stacked or not path.startswith(("params", "router_state")):
             continue
-        total, lost = (
-            int(np.prod(survey_of_step.manifest.arrays[path]["shape"])),
-            survey_of_step.num_lost(path),
-        )
+        total = int(np.prod(survey_of_step.manifest.arrays[path]["shape"]))
+        lost = survey_of_step.num_lost(path)
         if path in mirrors:
             num_new = mirrors[path].num_lost(survey_of_step)
             changes.append(f"{lost - num_new} of {total} values of {path} are from their copy")
@@ -397,7 +399,8 @@ def with_raised_rate(assembly: Assembly, steps: tuple[int, ...]) -> Assembly:
         steps: Steps at which the run was averaged.
     """
     plan = assembly.plan
-    length, raised = plan.config.checkpoint.recovery_steps, tuple(sorted({*plan.raised, *steps}))
+    length = plan.config.checkpoint.recovery_steps
+    raised = tuple(sorted({*plan.raised, *steps}))
     if not length or raised == plan.raised:
         return assembly
     before = make_plan(plan.config).schedule

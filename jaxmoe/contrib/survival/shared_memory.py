@@ -27,7 +27,8 @@ SNAPSHOTS = "JAXMOE_SNAPSHOTS"
 """Environment variable with the directory of a process."""
 ELASTIC = "JAXMOE_ELASTIC"
 """Environment variable of runs that take the mesh that fits the processes which are left."""
-_PREFIX, _LOCK = "jaxmoe-", "held"
+_PREFIX = "jaxmoe-"
+_LOCK = "held"
 
 
 @contextlib.contextmanager

@@ -82,7 +82,8 @@ def shared_snapshot(
         target: State with the arrays and shardings wanted.
         check: Raises ValueError for a manifest that must not be used.
     """
-    is_first, problem = jax.process_index() == 0, None
+    is_first = jax.process_index() == 0
+    problem = None
     if is_first:
         try:
             shutil.rmtree(directory, ignore_errors=True)

@@ -135,7 +135,9 @@ class SnapshotFiles:
     """
 
     def __init__(self, directory: pathlib.Path, run: str, keep: int):
-        self._directory, self._run, self._keep = directory, run, keep
+        self._directory = directory
+        self._run = run
+        self._keep = keep
         for leftover in directory.glob(f"*{_PENDING}"):
             shutil.rmtree(leftover, ignore_errors=True)
 

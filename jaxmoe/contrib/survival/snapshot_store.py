@@ -163,7 +163,8 @@ class SnapshotStore:
             check: Raises ValueError for a manifest that must not be used.
         """
         pieces, size = self._pieces(target)
-        steps, why = self._found_steps(pieces), ""
+        steps = self._found_steps(pieces)
+        why = ""
         for step in sorted((step for step in steps if step >= at_least), reverse=True):
             holders = steps[step]
             try:

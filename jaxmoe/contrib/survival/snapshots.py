@@ -137,7 +137,8 @@ class Snapshots(ConfiguredPart):
         """Return a snapshot older than checkpoints that are lost, or one that lost processes."""
         if not search.is_start:
             return None
-        state, check = search.assembly.new_state(), search.lineage.check_own
+        state = search.assembly.new_state()
+        check = search.lineage.check_own
         restored = store.restore_newest(state, check=check)
         if restored is not None:
             return self._begun(store, search, restored)
@@ -176,8 +177,12 @@ class SnapshotHook:
         last_step: int,
         before: Callable[[], None],
     ):
-        self._store, self._config, self._position = store, config, position
-        self._every, self._last_step, self._before = every, last_step, before
+        self._store = store
+        self._config = config
+        self._position = position
+        self._every = every
+        self._last_step = last_step
+        self._before = before
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is a multiple of `every` and not the last."""

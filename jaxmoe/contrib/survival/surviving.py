@@ -112,7 +112,8 @@ def _survey(step: pathlib.Path) -> dict[str, Any]:
         )
     if "manifest/metadata" not in names:
         raise CheckpointDamagedError(f"{step}: its manifest is damaged")
-    manifest, lost = read_manifest(step), {}
+    manifest = read_manifest(step)
+    lost = {}
     result = Survey(step=step, manifest=manifest, files=tuple(names), stored={}, lost={})
     with opened(result) as survivors:
         if lines := bounds.contents(survivors.place, has_store=False):
@@ -131,7 +132,8 @@ def _survey(step: pathlib.Path) -> dict[str, Any]:
 
 def _store(place: pathlib.Path, manifest: CheckpointManifest) -> dict[str, dict[str, Any]]:
     """Return the descriptions of arrays; every process has written all of them to its own store."""
-    tensorstore, arrays = require("tensorstore"), dict[str, dict[str, Any]]()
+    tensorstore = require("tensorstore")
+    arrays = dict[str, dict[str, Any]]()
     for base in (place / "state", *sorted((place / "state").glob("ocdbt.process_*"))):
         for path in manifest.arrays.keys() - arrays.keys():
             spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{base}/"}}
@@ -172,12 +174,14 @@ class SurvivingFiles(Survivors):
     """
 
     def __init__(self, survey: Survey, place: pathlib.Path):
-        self.found, self.place = survey, place
+        self.found = survey
+        self.place = place
         self._stores: dict[str, Any] = {}
 
     def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
         """Return a part of an array; see `Survivors`."""
-        values, lost = np.array(instead), set(self.found.lost.get(path, ()))
+        values = np.array(instead)
+        lost = set(self.found.lost.get(path, ()))
         for chunk in self._chunks(path, box):
             if chunk not in lost and (shared_box := overlap(box, chunk)) is not None:
                 values[inside(shared_box, box)] = self._read(path, shared_box)

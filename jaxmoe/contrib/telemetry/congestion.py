@@ -89,7 +89,8 @@ def fit_congestion(
     Raises:
         ValueError: shapes differ, or a batch has no load.
     """
-    load, quality = np.asarray(load, np.float64), np.asarray(quality, np.float64)
+    load = np.asarray(load, np.float64)
+    quality = np.asarray(quality, np.float64)
     if load.shape != quality.shape or load.ndim != 2:
         raise ValueError(
             f"load {load.shape} and quality {quality.shape} must both be [batches, experts]"
@@ -116,12 +117,15 @@ def _nearest(share: np.ndarray, quality: np.ndarray) -> tuple[np.ndarray, np.nda
 
     grid = np.concatenate([[0.0], np.geomspace(0.01, _LARGEST, 40)])
     best = np.argmin([distance(np.full(len(share), gamma)) for gamma in grid], axis=0)
-    low, high = grid[np.maximum(best - 1, 0)], grid[np.minimum(best + 1, len(grid) - 1)]
+    low = grid[np.maximum(best - 1, 0)]
+    high = grid[np.minimum(best + 1, len(grid) - 1)]
     ratio = (np.sqrt(5.0) - 1.0) / 2.0
     for _ in range(40):
-        lower, right = high - ratio * (high - low), low + ratio * (high - low)
+        lower = high - ratio * (high - low)
+        right = low + ratio * (high - low)
         is_left = distance(lower) <= distance(right)
-        low, high = np.where(is_left, low, lower), np.where(is_left, right, high)
+        low = np.where(is_left, low, lower)
+        high = np.where(is_left, right, high)
         if (high - low <= 1e-5 * np.maximum(1.0, high)).all():
             break
     gamma = 0.5 * (low + high)

@@ -52,7 +52,8 @@ def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]
     summed = per_batch[0]
     for statistics in per_batch[1:]:
         summed = summed + statistics
-    extra, rows = summed.extra, []
+    extra = summed.extra
+    rows = []
     columns = {"token": mutual_information(summed)}
     if "detail_domains" in extra:
         columns["domain"] = domain_information(extra["detail_domains"])
@@ -90,7 +91,8 @@ def _statistics(
     assembly: Assembly, state: TrainState, batches: Iterable[Batch]
 ) -> list[RouterStatistics]:
     """Return the detailed statistics of each batch, on the host."""
-    model, source = assembly.plan.model, assembly.source
+    model = assembly.plan.model
+    source = assembly.source
     execution = dataclasses.replace(assembly.execution, telemetry="detailed")
     symbols = None
     if isinstance(source, SyntheticSource) and len(source.chains) > 1:

@@ -115,7 +115,8 @@ def observe_activations(
     x, logits, gate_up = jax.lax.stop_gradient((x, logits, gate_up))
     (rows, length), num_experts = x.shape[:2], gate_up.shape[0]
     cut_units = placement.mesh_axes(ax.EXPERT_MLP)
-    cut, whole = (ax.ACT_BATCH, ax.ACT_SEQ), (None, None)
+    cut = (ax.ACT_BATCH, ax.ACT_SEQ)
+    whole = (None, None)
     own = jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
     index = routing.context.get("index", own)
     is_first = placement.place(index < length, cut) & placement.place(routing.token_mask, cut)

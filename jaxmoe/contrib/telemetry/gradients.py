@@ -226,8 +226,11 @@ class GradientHook:
         last_step: int,
         report: Callable[[int, WorkerGradients], None],
     ):
-        self._probe, self._batch, self._report = probe, batch, report
-        self._every, self._last_step = every, last_step
+        self._probe = probe
+        self._batch = batch
+        self._report = report
+        self._every = every
+        self._last_step = last_step
 
     def is_due(self, step: int) -> bool:
         """Return whether to compare after a step; never after the last."""

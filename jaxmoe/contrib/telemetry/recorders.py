@@ -150,7 +150,8 @@ def phases(steps: np.ndarray, gamma: np.ndarray, low: np.ndarray, high: np.ndarr
     """
     if len(steps) < 2:
         return []
-    peak, last = int(np.argmax(gamma)), len(steps) - 1
+    peak = int(np.argmax(gamma))
+    last = len(steps) - 1
     level = peak
     while level < last and high[level + 1] >= low[peak]:
         level += 1

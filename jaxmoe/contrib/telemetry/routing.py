@@ -35,7 +35,8 @@ from jaxmoe.routing.base import Arrays, RouterInputs, RouterOutput, RouterStatis
 
 NUM_DOMAINS = 16
 """Rows of `detail_domains`: one each for domains 0 to 14, one for all others."""
-Z_BINS, Z_LOWEST = 64, -16
+Z_BINS = 64
+Z_LOWEST = -16
 """Bins of `detail_z`, and the power of 2 at the upper edge of the first."""
 
 
@@ -47,7 +48,8 @@ def observe(output: RouterOutput, inputs: RouterInputs) -> Arrays:
         inputs: Tokens, with `context["domain"] [T] i32` where domains are known.
     """
     probs, logits = jax.lax.stop_gradient((output.probs, output.logits))
-    num_experts, is_real = probs.shape[1], inputs.token_mask
+    num_experts = probs.shape[1]
+    is_real = inputs.token_mask
     best, _ = jax.lax.top_k(probs, probs.shape[1])
     log_probs = jnp.log(jnp.maximum(probs, jnp.finfo(jnp.float32).tiny))
     size = jnp.abs(jax.nn.logsumexp(logits, axis=-1))
@@ -144,7 +146,8 @@ def domain_information(domains: Float[Array, "*L M E"]) -> Float[Array, "*L"]:
         one domain and one expert.
     """
     joint = domains / jnp.maximum(domains.sum((-2, -1), keepdims=True), 1.0)
-    domain, expert = _entropy(joint.sum(-1)), _entropy(joint.sum(-2))
+    domain = _entropy(joint.sum(-1))
+    expert = _entropy(joint.sum(-2))
     entropy = domain + expert
     shared = entropy - _entropy(joint.reshape(*joint.shape[:-2], -1))  # M*E
     return jnp.where(entropy > 0.0, 2.0 * shared / jnp.where(entropy > 0.0, entropy, 1.0), 0.0)

@@ -21,7 +21,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-MOST_PEAK, MOST_RISE, MOST_GROWTH = 2.0, 0.05, 1.05
+MOST_PEAK = 2.0
+MOST_RISE = 0.05
+MOST_GROWTH = 1.05
 STANDARD_ERRORS = 3.0
 FEWEST = 20
 """Smallest number of values that can be judged."""

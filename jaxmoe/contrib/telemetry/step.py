@@ -198,7 +198,8 @@ def coupled_directions(
     unknown = jnp.full((model.num_layers,), jnp.nan, jnp.float32)
 
     def compute() -> Array:
-        coupled, axes = unknown, (None, None, None)
+        coupled = unknown
+        axes = (None, None, None)
         for layers, weight, gate_up in pairs:
             directions = placement.place(gate_directions(gate_up), axes)
             rows = placement.place(weight.astype(jnp.float32), axes)[..., : gate_up.shape[1]]
@@ -241,8 +242,10 @@ class DetailedMeasures(StepPart):
 
     def measure(self, step: Step, outcome: Outcome) -> dict[str, Any]:
         """Return `indicators` and `quality` among the measures, and further scalars of routers."""
-        summed, params = outcome.gradients.summed, outcome.before.params
-        measures, router = {}, {}
+        summed = outcome.gradients.summed
+        params = outcome.before.params
+        measures = {}
+        router = {}
         if summed.observations is not None:
             measures["indicators"] = watch_layers(
                 step.model,

@@ -84,8 +84,11 @@ class LeastLoadedConfig(Dispatcher):
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send each row to the device that computes it, and borrow the experts missing there."""
-        num_experts, axes, expert_ids = outgoing.num_experts, outgoing.axes, outgoing.expert_ids
-        held, devices = axes.experts_held(num_experts), jax.lax.axis_size(axes.expert)
+        num_experts = outgoing.num_experts
+        axes = outgoing.axes
+        expert_ids = outgoing.expert_ids
+        held = axes.experts_held(num_experts)
+        devices = jax.lax.axis_size(axes.expert)
         order = sort_by_expert(expert_ids, num_experts)
         counts = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
         plan = make_plan(

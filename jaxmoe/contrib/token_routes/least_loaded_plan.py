@@ -101,7 +101,8 @@ def make_plan(
         threshold: Largest load over the mean from which experts are lent.
         threshold_per: Load that the threshold is for.
     """
-    num_experts, held = loads.shape[0], loads.shape[0] // num_devices
+    num_experts = loads.shape[0]
+    held = loads.shape[0] // num_devices
     owner = jnp.arange(num_experts, dtype=jnp.int32) // jnp.int32(held)
     is_owner = owner[:, None] == jnp.arange(num_devices, dtype=jnp.int32)[None, :]
     rows = jnp.where(is_owner, loads.astype(jnp.int32)[:, None], 0)
@@ -155,7 +156,8 @@ def _with(
     turn: Int[Array, ""],
 ) -> _State:
     """Return the state after these devices have taken rows of an expert from its owner."""
-    plan, slots = state.plan, state.plan.borrowed.shape[1]
+    plan = state.plan
+    slots = state.plan.borrowed.shape[1]
     moved = taken - jnp.where(is_owner, taken.sum(), 0)
     is_borrower = taken > 0
     devices = jnp.arange(taken.shape[0], dtype=jnp.int32)
@@ -176,7 +178,8 @@ def _cap(total: Int[Array, ""], num_devices: int, capacity_factor: float) -> Int
     """Return ceil(capacity_factor * total / num_devices), in integers: f32 cannot count rows."""
     factor = Fraction(capacity_factor).limit_denominator(1000)
     parts = num_devices * factor.denominator
-    whole, rest = total // parts, total % parts
+    whole = total // parts
+    rest = total % parts
     return whole * factor.numerator - (-rest * factor.numerator) // parts
 
 

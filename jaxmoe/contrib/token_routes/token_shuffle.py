@@ -153,8 +153,10 @@ class TokenOrder(TokenMoves):
 
     def send(self, outgoing: Outgoing) -> Outgoing:
         """Send the tokens with their assignments; return those that arrive, T again."""
-        assignments, axes = outgoing.assignments, outgoing.axes
-        top_k, num_tokens = assignments.top_k, outgoing.x.shape[0]
+        assignments = outgoing.assignments
+        axes = outgoing.axes
+        top_k = assignments.top_k
+        num_tokens = outgoing.x.shape[0]
         check_moved(num_tokens, 1, is_token_major=top_k is not None)
         assert top_k is not None
         # Numbers of experts are exact in f32; one exchange brings them and the gates.

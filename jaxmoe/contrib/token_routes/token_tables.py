@@ -143,7 +143,8 @@ def _load(path: str, changed: int) -> StoredTables:
             number = int(file["num_experts"])
     except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(_refusal(path, str(error))) from error
-    ids, below = arrays["id_device"], arrays["next_device"]
+    ids = arrays["id_device"]
+    below = arrays["next_device"]
     if ids.ndim != 2 or below.ndim != 2 or len(ids) != len(below) or not below.size:
         raise ValueError(
             _refusal(
@@ -151,7 +152,8 @@ def _load(path: str, changed: int) -> StoredTables:
             )
         )
     for name, array in arrays.items():
-        like, kind = (ids if name.startswith("id") else below), ("u" if "device" in name else "f")
+        like = ids if name.startswith("id") else below
+        kind = "u" if "device" in name else "f"
         if array.shape != like.shape or array.dtype.kind != kind:
             raise ValueError(_refusal(path, f"{name} is {array.dtype} {array.shape}"))
         if "device" in name and array.max(initial=0) >= below.shape[1]:

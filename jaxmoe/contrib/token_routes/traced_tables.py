@@ -31,9 +31,12 @@ def token_tables(
         placement: Placement of the experts.
         vocab_size: V; ids that the trace lacks get confidence 0.
     """
-    number, layers = placement.num_devices, trace.num_layers
-    devices, before = experts_devices(trace, placement), homes(trace, placement)
-    by_id, by_device = [], []
+    number = placement.num_devices
+    layers = trace.num_layers
+    devices = experts_devices(trace, placement)
+    before = homes(trace, placement)
+    by_id = []
+    by_device = []
     for layer in range(layers):
         table = np.zeros((vocab_size, number + 1))
         np.add.at(table, (trace.token_ids[:, None], devices[layer]), 1.0)

@@ -23,7 +23,8 @@ from jaxmoe.data.chat.template import ChatPiece
 from jaxmoe.data.tokenizer import Tokenizer
 
 _SEPARATOR = ChatPiece("separator")
-_BEGIN, _END = ChatPiece("control", "<|im_start|>"), ChatPiece("control", "<|im_end|>")
+_BEGIN = ChatPiece("control", "<|im_start|>")
+_END = ChatPiece("control", "<|im_end|>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

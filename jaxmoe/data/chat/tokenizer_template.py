@@ -27,7 +27,8 @@ from jaxmoe.disk import kind_of_special_file
 from jaxmoe.json_bounds import MAX_JSON_BYTES, parse_json
 from jaxmoe.optional import require
 
-SETTINGS, JINJA = "tokenizer_config.json", "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+JINJA = "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"
 """Further special tokens; those of SETTINGS are taken first."""
 _LONGEST_TEXT = 2**25
@@ -57,7 +58,8 @@ class TokenizerTemplate:
     ) -> Iterator[ChatPiece]:
         """Yield the whole conversation as one piece."""
         template, errors = _compile_programs(self)
-        parts, size = [], 0
+        parts = []
+        size = 0
         try:
             for part in template.generate(
                 messages=[
@@ -128,7 +130,8 @@ def has_template(place: pathlib.Path) -> bool:
 
 def _source(place: pathlib.Path) -> tuple[Any, dict[str, Any], pathlib.Path]:
     """Return the text of the template, if there is one, the settings, and the template's file."""
-    settings, source = _object(place / SETTINGS), _read(place / JINJA)
+    settings = _object(place / SETTINGS)
+    source = _read(place / JINJA)
     where = place / (SETTINGS if source is None else JINJA)
     if source is None:
         source = settings.get("chat_template")

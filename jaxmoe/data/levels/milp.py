@@ -35,7 +35,8 @@ from jaxmoe.data.levels.zones import ZonesConfig
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Float, Int
 
-_GAP, _ROUNDING = 1e-6, 1e-9
+_GAP = 1e-6
+_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,12 +137,16 @@ class LevelProgram:
             nodes: Nodes after which the search ends.
         """
         optimize = require("scipy.optimize")
-        buckets, levels = len(self.members), len(self.room.degrees)
+        buckets = len(self.members)
+        levels = len(self.room.degrees)
         size = buckets * levels
         sizes = np.array([len(m) for m in self.members], float)
         lowest = np.array([self.room.lowest(int(s)) for s in self.longest])
         allowed = lowest[:, None] <= np.arange(levels)
-        zeros, rows, low, high = np.zeros(size + 2 * levels), [], [], []
+        zeros = np.zeros(size + 2 * levels)
+        rows = []
+        low = []
+        high = []
 
         def add(level: int, bucketwise: np.ndarray, k: float, t: float, most: float) -> None:
             row = zeros.copy()
@@ -200,7 +205,8 @@ class LevelProgram:
 
     def _limits(self, level: int) -> list[tuple[np.ndarray, int]]:
         """Return what documents take of a micro-batch, and how much of it there is."""
-        capacity, groups = self.room.capacity(level), self.room.groups(level)
+        capacity = self.room.capacity(level)
+        groups = self.room.groups(level)
         limits = [(self.tokens, groups * capacity)]
         limits += [((j * self.longest > capacity).astype(int), (j - 1) * groups) for j in (2, 3)]
         return limits
@@ -222,7 +228,8 @@ def bucket_ends(ordered: Int[np.ndarray, " n"], buckets: int) -> list[int]:
     error[0] = 0.0
     choices = []
     for _ in range(min(buckets, number)):
-        following, chosen = np.full(number + 1, np.inf), np.zeros(number + 1, int)
+        following = np.full(number + 1, np.inf)
+        chosen = np.zeros(number + 1, int)
         for i in range(1, number + 1):
             padded = values[i - 1] * (edges[i] - edges[:i]) - (before[edges[i]] - before[edges[:i]])
             total = error[:i] + padded
@@ -230,7 +237,8 @@ def bucket_ends(ordered: Int[np.ndarray, " n"], buckets: int) -> list[int]:
             following[i] = total[chosen[i]]
         choices.append(chosen)
         error = following
-    found, i = [], number
+    found = []
+    i = number
     for chosen in reversed(choices):
         found.append(int(edges[i]))
         i = int(chosen[i])

@@ -146,7 +146,8 @@ def plan_of(
     for level in sorted(members, reverse=True):
         filled = _fill(plan, level, lengths, room, cost)
         if filled is not None and (seconds := filled.seconds(lengths, room, cost)) < best:
-            plan, best = filled, seconds
+            plan = filled
+            best = seconds
     return plan
 
 
@@ -193,14 +194,16 @@ def _best_fit(
     Returns:
         The groups, and the documents that found no room.
     """
-    filled, unplaced = [list(group) for group in groups], []
+    filled = [list(group) for group in groups]
+    unplaced = []
     free = sorted((capacity - sum(lengths[i] for i in g), n) for n, g in enumerate(filled))
     for i in order:
         place = bisect.bisect_left(free, (lengths[i], -1))
         if place < len(free):
             room, number = free.pop(place)
         elif most is None or len(filled) < most:
-            room, number = capacity, len(filled)
+            room = capacity
+            number = len(filled)
             filled.append([])
         else:
             unplaced.append(i)
@@ -215,7 +218,8 @@ def _least_loaded(
 ) -> list[list[int]] | None:
     """Put each document into the least loaded group with room; None if one finds no room."""
     groups: list[list[int]] = [[] for _ in range(number)]
-    free, pairs = [capacity] * number, [0] * number
+    free = [capacity] * number
+    pairs = [0] * number
     for i in order:
         fitting = [n for n in range(number) if free[n] >= lengths[i]]
         if not fitting:

@@ -100,7 +100,8 @@ class LevelPacking:
         Args:
             lengths: Tokens of the documents of each row.
         """
-        top, number = len(self.room.degrees) - 1, -(-len(lengths) // self.room.rows)
+        top = len(self.room.degrees) - 1
+        number = -(-len(lengths) // self.room.rows)
         starts = np.cumsum([0, *map(len, lengths)]).tolist()
         groups: list[Group] = []
         for first in range(number):
@@ -117,7 +118,8 @@ class LevelPacking:
             lengths: Tokens of the documents of each row.
         """
         flat = [length for row in lengths for length in row]
-        plan, static = self._fastest(lengths), self._static(lengths)
+        plan = self._fastest(lengths)
+        static = self._static(lengths)
         return Forecast(
             shares=dict(zip(self.room.degrees, plan.shares(flat, self.room), strict=True)),
             micro_batches=len(plan.micro_batches(self.room)),
@@ -146,7 +148,8 @@ class LevelPacking:
         shape = (self.batch_size, self.room.length)
         names = ("tokens", "targets", "segment_ids", "positions")
         arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
-        weights, levels = np.zeros(shape, np.float32), np.full(shape[0], -1, np.int32)
+        weights = np.zeros(shape, np.float32)
+        levels = np.full(shape[0], -1, np.int32)
         for number, (level, groups) in enumerate(plan.micro_batches(self.room)):
             levels[number :: self.micro_batches] = level
             segments = np.zeros(self.room.rows, int)

@@ -61,11 +61,14 @@ def _decompress(
         damage = require("zstandard").ZstdError
     frame: Any = None
     head = b""
-    offset, count, is_open = 0, 0, False
+    offset = 0
+    count = 0
+    is_open = False
     while chunk := stream.read(_CHUNK):
         while chunk:
             if not is_open:
-                frame, head = make(), b""
+                frame = make()
+                head = b""
             if len(head) <= len(_ZSTD_MAGIC):
                 head += chunk[: len(_ZSTD_MAGIC) + 1 - len(head)]
                 if _lacks_checksum(head):
@@ -79,7 +82,8 @@ def _decompress(
                 ) from error
             is_open = not frame.eof
             tail = b"" if is_open else frame.unused_data
-            offset, chunk = offset + len(chunk) - len(tail), tail
+            offset = offset + len(chunk) - len(tail)
+            chunk = tail
             count += len(content)
             if content:
                 yield content

@@ -42,7 +42,8 @@ _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 _TABLE_SUFFIXES = (".csv", ".tsv")
-_SNIFFED, _MOST_SNIFFED = 2**16, 2**20
+_SNIFFED = 2**16
+_MOST_SNIFFED = 2**20
 """Characters of a text in which JSON is looked for: its first line, and the whole of short ones."""
 DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *COMPRESSED)
 """Suffixes of files that are data even if their first bytes are not text."""
@@ -180,7 +181,8 @@ def text_record(value: Any, field: str, where: str) -> Record | BadRecord:
 
 
 def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
-    arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+    arrow = require("pyarrow", "parquet")
+    parquet = require("pyarrow.parquet", "parquet")
     number = 0
     try:
         with path.open("rb") as stream:
@@ -308,7 +310,8 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
     dtype = np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<")
     ids = _map(path, dtype, int(starts[-1]), 0, path.stat().length)
     for number, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
-        first, last = int(starts[begin]), int(starts[end])
+        first = int(starts[begin])
+        last = int(starts[end])
         yield Record(f"{path} document {number}", ids[first:last], first)
 
 

@@ -44,7 +44,8 @@ def find_files(paths: Sequence[str], field: str = "data.path") -> list[epath.Pat
     """
     found: dict[str, epath.Path] = {}
     for path in paths:
-        spelled, patterns = f"{field}={path}", list(_without_braces(path))
+        spelled = f"{field}={path}"
+        patterns = list(_without_braces(path))
         _check_prefixes(patterns, spelled)
         try:
             files = [file for pattern in patterns for file in _matches(pattern)]
@@ -99,7 +100,8 @@ def _check_regular(path: epath.Path, spelled: str) -> None:
         kind = kind_of_special_file(path)
         index = index_file(path)
         if kind is None and path.suffix == ".bin" and os.path.lexists(index):
-            where, kind = f"{spelled}: {index}", kind_of_special_file(index)
+            where = f"{spelled}: {index}"
+            kind = kind_of_special_file(index)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise DataError(
@@ -125,7 +127,8 @@ def _matches(pattern: str) -> list[epath.Path]:
         first = re.search(r"[^/]*[*?\[]", pattern)
         if first is None:
             return []
-        root, tail = pattern[: first.start()], pattern[first.start() :]
+        root = pattern[: first.start()]
+        tail = pattern[first.start() :]
         return [match for match in epath.Path(root).glob(tail) if not match.is_dir()]
     if recursive := _RECURSIVE.match(str(path)):  # `glob` follows loops of links without end
         for root in glob.glob(recursive["root"]) if recursive["root"] else ["."]:
@@ -137,7 +140,9 @@ def _matches(pattern: str) -> list[epath.Path]:
 
 def _text_below(directory: epath.Path) -> list[epath.Path]:
     """Return the files of a directory that are data, or begin with text."""
-    text_files, binary, special = [], [], []
+    text_files = []
+    binary = []
+    special = []
     for path in _walk(directory):
         if "://" not in str(path) and kind_of_special_file(path) is not None:
             special.append(path)

@@ -56,9 +56,11 @@ def json_lines(
     offset = 0
     for number, (line, size) in enumerate(_lines(content, longest), start=1):
         where = f"{path} line {number} (byte {offset})"
-        start, offset = offset, offset + size
+        start = offset
+        offset = offset + size
         if number == 1 and line.startswith(codecs.BOM_UTF8):  # written by editors on Windows
-            start, line = start + len(codecs.BOM_UTF8), line[len(codecs.BOM_UTF8) :]
+            start = start + len(codecs.BOM_UTF8)
+            line = line[len(codecs.BOM_UTF8) :]
         if longest is not None and size > longest:
             yield BadRecord(
                 f"{where} has {size:,} bytes, which must be at most {longest:,}: write it as "
@@ -106,7 +108,8 @@ class _RecordLine:
     def taken(self) -> tuple[bytes, int]:
         """Return content and size of the line, and begin the next one."""
         line = b"".join(self._parts), self._size
-        self._parts, self._size = [], 0
+        self._parts = []
+        self._size = 0
         return line
 
 

@@ -52,7 +52,8 @@ def read_rows(
 
 
 def _parquet(path: epath.Path, columns: Sequence[Sequence[str]]) -> Iterator[JsonValue | BadRecord]:
-    arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+    arrow = require("pyarrow", "parquet")
+    parquet = require("pyarrow.parquet", "parquet")
     number = 0
     try:
         with path.open("rb") as stream:

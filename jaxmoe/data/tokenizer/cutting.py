@@ -46,7 +46,8 @@ def cuts_at_spaces(data: dict[str, Any]) -> bool:
     Args:
         data: Content of its tokenizer.json.
     """
-    splitter, model = data.get("pre_tokenizer") or {}, data["model"]
+    splitter = data.get("pre_tokenizer") or {}
+    model = data["model"]
     added = data.get("added_tokens") or []
     return (
         data.get("normalizer") is None
@@ -61,7 +62,8 @@ def cuts_at_spaces(data: dict[str, Any]) -> bool:
 
 def announced_pieces(texts: Iterable[str]) -> Iterator[str]:
     """Yield the pieces of the texts, and log how many characters were read."""
-    progress, characters = Progress(), 0
+    progress = Progress()
+    characters = 0
     for text in texts:
         for piece in pieces(text):
             characters += len(piece)

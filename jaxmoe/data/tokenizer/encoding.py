@@ -54,7 +54,8 @@ def kind_of(data: dict[str, Any]) -> Kind:
 
 def _is_prepended(data: dict[str, Any]) -> bool:
     """Return whether no token crosses a space, and every text begins with one."""
-    normalizer, model = data.get("normalizer") or {}, data["model"]
+    normalizer = data.get("normalizer") or {}
+    model = data["model"]
     steps = normalizer.get("normalizers") or [normalizer]
     expected = [
         {"type": "Prepend", "prepend": _SPACE},
@@ -104,7 +105,8 @@ class _EncodedWindow:
     """Reports the characters that are encoded, where that takes long."""
 
     def __init__(self):
-        self._progress, self._characters = Progress(), 0
+        self._progress = Progress()
+        self._characters = 0
 
     def add(self, characters: int) -> None:
         """Count further characters."""
@@ -136,7 +138,8 @@ def _after_spaces(text: str) -> Iterator[str]:
 def _verify(text: str, encode: Encode, progress: _EncodedWindow) -> Iterator[np.ndarray]:
     """Yield the ids of the pieces of a text, joined where a cut does not hold."""
     ends = [*itertools.accumulate(map(len, pieces(text, USUAL)))]
-    begin, joined = 0, 0
+    begin = 0
+    joined = 0
     for number in range(0, len(ends), _AT_ONCE):
         group = ends[number : number + _AT_ONCE]
         firsts = [begin, *group[:-1]]
@@ -150,7 +153,8 @@ def _verify(text: str, encode: Encode, progress: _EncodedWindow) -> Iterator[np.
             if count is not None:
                 yield np.array(window.ids[:count], np.int32)
                 progress.add(end - begin)
-                begin, joined = end, 0
+                begin = end
+                joined = 0
             elif (joined := joined + 1) == _MOST_JOINED:
                 (window,) = encode([text[begin:]])
                 yield np.array(window.ids, np.int32)
@@ -166,7 +170,9 @@ def _held(window: Any, size: int, start: Any, *, is_last: bool) -> int | None:
         start: Encoding of the characters after it alone.
         is_last: Whether there are none.
     """
-    ids, offsets, words = window.ids, window.offsets, window.word_ids
+    ids = window.ids
+    offsets = window.offsets
+    words = window.word_ids
     if is_last:
         return len(ids)
     count = len(ids) - len(start.ids)

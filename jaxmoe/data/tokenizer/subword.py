@@ -149,7 +149,8 @@ class SubwordTokenizer:
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
-        self.path, self.content = path, content
+        self.path = path
+        self.content = content
         self._sha256 = hashlib.sha256(content.encode()).hexdigest()
         vocabulary = self._bpe.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1

@@ -92,7 +92,8 @@ class FeedForward(nn.Module):
             The output in the compute dtype, and an empty record.
         """
         mix = None if routing is None else routing.mix
-        dtype, placement = self.execution.precision.compute_dtype, self.execution.placement
+        dtype = self.execution.precision.compute_dtype
+        placement = self.execution.placement
         gate_up = Declaration(
             shape=(self.embed_dim, 2, self.hidden_dim),
             axes=(ax.EMBED, ax.GATE_UP, ax.MLP),

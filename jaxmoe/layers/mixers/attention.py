@@ -139,7 +139,8 @@ class AttentionConfig(AttentionMixer):
             slots: Positions that it can hold.
         """
         shape = (layers, batch, slots, self.num_kv_heads, self.head_dim)
-        precision, placement = execution.precision, execution.placement
+        precision = execution.precision
+        placement = execution.placement
 
         def empty() -> Any:  # a buffer of its own for each, which a step may take over
             slots = empty_slots(shape, precision.cache, precision.compute_dtype)
@@ -219,12 +220,15 @@ class Attention(nn.Module):
             The output [B S D] in the compute dtype, and the new cache and observations.
         """
         positions = tokens.positions
-        config, placement = self.config, self.execution.placement
+        config = self.config
+        placement = self.execution.placement
         dtype = self.execution.precision.compute_dtype
         form = self.execution.tensor_products
         projections = self._projections(dtype, tokens.mix)
         heads = out_of_stream(x.astype(dtype), projections, placement, form=form)
-        q, k, v = self._norm("q_norm", heads["q"]), self._norm("k_norm", heads["k"]), heads["v"]
+        q = self._norm("q_norm", heads["q"])
+        k = self._norm("k_norm", heads["k"])
+        v = heads["v"]
 
         if config.positions == "rotary":
             where = tokens.places if positions is None else positions
@@ -234,7 +238,8 @@ class Attention(nn.Module):
                 order = current_order(self.context, self.execution, x.shape[1])
                 where = places_of(order, x.shape[1])
             angles = rotary_angles(where, config.head_dim, config.rope_theta)
-            q, k = rotate(q, angles), rotate(k, angles)
+            q = rotate(q, angles)
+            k = rotate(k, angles)
         out, logits, entries, carry = self._attend(q, k, v.astype(dtype), tokens, cache, layer)
         if config.is_gated:
             out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
@@ -271,8 +276,10 @@ class Attention(nn.Module):
     ) -> Attended:
         """Compute the softmax, over the tokens themselves or over a cache."""
         del layer
-        config, placement = self.config, self.execution.placement
-        positions, segment_ids = tokens.positions, tokens.segment_ids
+        config = self.config
+        placement = self.execution.placement
+        positions = tokens.positions
+        segment_ids = tokens.segment_ids
         rules = AttentionRules(
             is_causal=config.is_causal,
             window=config.window,
@@ -317,7 +324,8 @@ class Attention(nn.Module):
 
     def _projections(self, dtype: Any, mix: Any = None) -> dict[str, Product]:
         """Return the products for queries, keys, values and, if gated, each head's gate logits."""
-        config, projections = self.config, {}
+        config = self.config
+        projections = {}
         for name, number in (
             ("q", config.num_heads),
             ("k", config.num_kv_heads),
@@ -358,7 +366,8 @@ class Attention(nn.Module):
 
     def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """Apply the QK-norm: over each head, over all heads of a token, or none."""
-        kind, epsilon = self.config.qk_norm, self.context.norm_epsilon
+        kind = self.config.qk_norm
+        epsilon = self.context.norm_epsilon
         if kind == "none":
             return heads
         dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]

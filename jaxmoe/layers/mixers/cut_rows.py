@@ -72,7 +72,8 @@ def state_before(
         mask = mask.reshape(-1, *(1,) * (last_state.ndim - 1))
         return jnp.where(mask, values, jnp.zeros_like(values))
 
-    factor, state = masked(jnp.all(is_same, axis=1), decay), last_state
+    factor = masked(jnp.all(is_same, axis=1), decay)
+    state = last_state
     step = 1
     while step < jax.lax.axis_size(axes):
         other_factor, other_state = _passed_on((factor, state), step, axes)

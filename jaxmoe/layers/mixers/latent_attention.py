@@ -125,10 +125,13 @@ class LatentAttentionConfig(AttentionMixer):
         Args:
             embed_dim: D.
         """
-        heads, latent, source = self.num_heads, self.query_latent_dim, embed_dim
+        heads = self.num_heads
+        latent = self.query_latent_dim
+        source = embed_dim
         queries = 0
         if latent is not None:
-            queries, source = embed_dim * latent, latent
+            queries = embed_dim * latent
+            source = latent
         queries += source * heads * self.head_dim
         keys = embed_dim * self.cache_dim
         keys += self.latent_dim * heads * (self.nope_dim + self.value_dim)
@@ -190,7 +193,8 @@ class LatentAttentionConfig(AttentionMixer):
             pages: Number of pages.
             size: Positions of a page.
         """
-        shape, precision = (layers, pages, size, 1, self.cache_dim), execution.precision
+        shape = (layers, pages, size, 1, self.cache_dim)
+        precision = execution.precision
         return empty_pages(shape, "compute", precision.compute_dtype, execution.placement)
 
     def paged(self, pool: Float[Array, "L P G 1 H"], tables: PageTables) -> PagedLatents:
@@ -229,8 +233,10 @@ class LatentAttention(nn.Module):
         del layer
         self.config.check_precision(self.execution.precision)
         positions = tokens.positions
-        config, placement = self.config, self.execution.placement
-        dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
+        config = self.config
+        placement = self.execution.placement
+        dtype = self.execution.precision.compute_dtype
+        form = self.execution.tensor_products
         q, latent, rope_key = self._into_latents(x.astype(dtype))
 
         where = tokens.places if positions is None else positions
@@ -259,7 +265,8 @@ class LatentAttention(nn.Module):
         if cache is None:
             product = Product("bsr,rnh->bsnh", kv_b, (None, ax.HEADS, None), _HEADS)
             kv = out_of_stream(latent, {"kv": product}, placement, form=form)["kv"]
-            k_nope, v = kv[..., : config.nope_dim], kv[..., config.nope_dim :]
+            k_nope = kv[..., : config.nope_dim]
+            v = kv[..., config.nope_dim :]
             shared = jnp.broadcast_to(rope_key, (*k_nope.shape[:3], config.rope_dim))
             shared = placement.place(shared, _HEADS)
             q = jnp.concatenate([q_nope, q_rope], axis=-1)
@@ -281,8 +288,11 @@ class LatentAttention(nn.Module):
 
     def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
         """Return queries [B S N H]; latent [B S R] and RoPE's key, both cut as the stream."""
-        config, placement, width = self.config, self.execution.placement, self.context.embed_dim
-        into, whole = ((-2,), (-1,)), (ax.EMBED, ax.HEAD_DIM)
+        config = self.config
+        placement = self.execution.placement
+        width = self.context.embed_dim
+        into = ((-2,), (-1,))
+        whole = (ax.EMBED, ax.HEAD_DIM)
         down = {"kv_a": self._declare("kv_a", (width, config.cache_dim), whole, into)}
         source = config.query_latent_dim
         if source is not None:
@@ -340,7 +350,8 @@ class LatentAttention(nn.Module):
         rules: AttentionRules,
     ) -> tuple[Array, dict[str, Array], Array | PagedLatents]:
         """Compute the softmax over a cache; Wkvb multiplies queries and results, not latents."""
-        config, placement = self.config, self.execution.placement
+        config = self.config
+        placement = self.execution.placement
         if not config.is_causal:
             raise ValueError(
                 "model.attention.is_causal=False: without causality a token's latent changes with"
@@ -363,7 +374,8 @@ class LatentAttention(nn.Module):
 
     def _per_head(self, subscripts: str, x: Array, weight: Array) -> Array:
         """Multiply each head's activations by its own part of Wkvb."""
-        placement, axes = self.execution.placement, (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
+        placement = self.execution.placement
+        axes = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
 
         def run(x: Array, weight: Array, *, batch_axes: tuple[str, ...]) -> Array:
             del batch_axes

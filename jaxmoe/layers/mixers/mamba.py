@@ -117,7 +117,8 @@ class MambaConfig(RecurrentMixer):
             itemsize: Bytes per value in the compute dtype.
         """
         channels = self.inner_dim / shards(ax.ACT_MLP)
-        narrow, wide = channels * itemsize, 4 * channels
+        narrow = channels * itemsize
+        wide = 4 * channels
         states = wide * self.state_dim / self.chunk
         return MixerActivations(
             projected=2 * narrow,
@@ -140,7 +141,8 @@ class MambaConfig(RecurrentMixer):
         del slots
         inputs = (layers, batch, self.conv_length - 1, self.inner_dim)
         state = (layers, batch, self.inner_dim, self.state_dim)
-        place, dtype = execution.placement.place, execution.precision.compute_dtype
+        place = execution.placement.place
+        dtype = execution.precision.compute_dtype
         return MambaCache(
             x=place(jnp.zeros(inputs, dtype), (None, *_X)),
             state=place(jnp.zeros(state, jnp.float32), (None, *_STATE)),
@@ -188,8 +190,11 @@ class Mamba(nn.Module):
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
         del layer
-        config, placement, width = self.config, self.execution.placement, self.context.embed_dim
-        dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
+        config = self.config
+        placement = self.execution.placement
+        width = self.context.embed_dim
+        dtype = self.execution.precision.compute_dtype
+        form = self.execution.tensor_products
         products = {}
         for name in "xz":
             weight = self._declare(name, (width, config.inner_dim), (ax.EMBED, ax.MLP))
@@ -234,7 +239,8 @@ class Mamba(nn.Module):
         new = {}
         if self.config.has_projection_bias:
             projected = with_biases(projected, weights)
-        taps, bias = weights["taps"], weights.get("bias")
+        taps = weights["taps"]
+        bias = weights.get("bias")
         x = convolve_silu(projected["x"], taps, bias, layer_cache.get("x"), segments, parts)
         outputs = {
             name: jnp.einsum("bsc,ch->bsh", x, weights[name], preferred_element_type=jnp.float32)
@@ -271,7 +277,8 @@ class Mamba(nn.Module):
 
     def _weights(self, dtype: Any) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return what is used beside the projections of the stream, and its axes in use."""
-        config, channels = self.config, self.config.inner_dim
+        config = self.config
+        channels = self.config.inner_dim
         sizes = {"r": config.step_rank, "b": config.state_dim, "c": config.state_dim}
         weights = {
             name: self._declare(name, (channels, size), (ax.MLP, ax.STATE)).astype(dtype)

@@ -115,7 +115,8 @@ class Mamba2Config(RecurrentMixer):
             itemsize: Bytes per value in the compute dtype.
         """
         heads = self.num_heads / shards(ax.ACT_HEADS)
-        narrow, wide = heads * self.head_dim * itemsize, heads * self.head_dim * 4
+        narrow = heads * self.head_dim * itemsize
+        wide = heads * self.head_dim * 4
         shared = 2 * self.num_groups * self.state_dim * itemsize
         states = wide * self.state_dim / self.chunk
         projected = 2 * narrow + shared + 4 * heads
@@ -138,9 +139,11 @@ class Mamba2Config(RecurrentMixer):
             slots: Positions to come, on which the size does not depend.
         """
         del slots
-        reach, groups = self.conv_length - 1, (self.num_groups, self.state_dim)
+        reach = self.conv_length - 1
+        groups = (self.num_groups, self.state_dim)
         heads = (self.num_heads, self.head_dim)
-        dtype, placement = execution.precision.compute_dtype, execution.placement
+        dtype = execution.precision.compute_dtype
+        placement = execution.placement
 
         def empty(shape: tuple[int, ...], axes: Any, dtype: Any) -> Array:
             return placement.place(jnp.zeros((layers, batch, *shape), dtype), (None, *axes))
@@ -208,7 +211,8 @@ class Mamba2(nn.Module):
         """
         del layer
         placement = self.execution.placement
-        dtype, form = self.execution.precision.compute_dtype, self.execution.tensor_products
+        dtype = self.execution.precision.compute_dtype
+        form = self.execution.tensor_products
         x = x.astype(dtype)
         projected = out_of_stream(x, self._of_heads(dtype), placement, form=form)
         projected |= along_stream(x, self._of_groups(dtype), placement)
@@ -257,12 +261,14 @@ class Mamba2(nn.Module):
             batch_axes: Mesh axes over which sequences are split.
         """
         del batch_axes
-        config, new = self.config, {}
+        config = self.config
+        new = {}
         if config.has_projection_bias:
             projected = with_biases(projected, vectors)
         inputs = {}
         for name in "xbc":
-            taps, bias = vectors[f"{name}_taps"], vectors.get(f"{name}_bias")
+            taps = vectors[f"{name}_taps"]
+            bias = vectors.get(f"{name}_bias")
             inputs[name] = convolve_silu(
                 projected[name], taps, bias, layer_cache.get(name), segments, parts
             )
@@ -312,7 +318,8 @@ class Mamba2(nn.Module):
 
     def _own_groups(self, shared: Float[Array, "B S G H"], groups: Int[Array, " n"]) -> Array:
         """Return the groups of the heads of this device."""
-        number, size = groups.shape[0], self.config.num_heads // self.config.num_groups
+        number = groups.shape[0]
+        size = self.config.num_heads // self.config.num_groups
         if number == self.config.num_heads:
             return shared
         if number % size and size % number:
@@ -332,7 +339,8 @@ class Mamba2(nn.Module):
 
     def _of_heads(self, dtype: Any) -> dict[str, Product]:
         """Return the products for gates, inputs and steps of the heads."""
-        shape, products = (self.context.embed_dim, *self._heads), {}
+        shape = (self.context.embed_dim, *self._heads)
+        products = {}
         for name in "zx":
             weight = self._matrix(name, shape, ((-3,), (-2, -1))).astype(dtype)
             products[name] = Product("bsd,dnp->bsnp", weight, (None, ax.HEADS, None), _X)
@@ -342,7 +350,8 @@ class Mamba2(nn.Module):
 
     def _of_groups(self, dtype: Any) -> dict[str, Product]:
         """Return the products for what groups of heads write and read, which no axis splits."""
-        shape, products = (self.context.embed_dim, *self._groups), {}
+        shape = (self.context.embed_dim, *self._groups)
+        products = {}
         for name in "bc":
             weight = self._matrix(name, shape, ((-3,), (-2, -1))).astype(dtype)
             products[name] = Product("bsd,dgh->bsgh", weight, (None, None, None), _SHARED)
@@ -357,8 +366,10 @@ class Mamba2(nn.Module):
     def _vectors(self) -> tuple[dict[str, Array], dict[str, tuple[str | None, ...]]]:
         """Return the f32 parameters of each head or channel, and their axes in use."""
         config = self.config
-        heads, groups = self._heads, self._groups
-        of_heads, of_groups = (ax.HEADS, ax.HEAD_DIM), (ax.STATE_GROUPS, ax.STATE)
+        heads = self._heads
+        groups = self._groups
+        of_heads = (ax.HEADS, ax.HEAD_DIM)
+        of_groups = (ax.STATE_GROUPS, ax.STATE)
         rows: dict[str, Declaration] = {
             "a_log": _vector(heads[:1], of_heads[:1], "log_range"),
             "dt_bias": _vector(heads[:1], of_heads[:1], "softplus_range"),

@@ -31,7 +31,8 @@ def check_compiler(topology: Topology) -> None:
         MissingPackageError: libtpu, or the plugin of CUDA, is not installed.
         ValueError: The topology is of GPUs that nothing describes to the compiler.
     """
-    platform, kind = topology.chip.platform, topology.kind
+    platform = topology.chip.platform
+    kind = topology.kind
     if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise MissingPackageError(
             f"topology={topology.text}: libtpu, which compiles for a TPU that is not attached, is"

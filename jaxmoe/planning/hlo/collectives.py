@@ -114,7 +114,8 @@ class _CollectiveWalk:
     def __init__(self, text: str):
         self.module = module = parse_module(text)
         self.computations = module.computations
-        self.entry, self.num_devices = module.entry, module.num_devices
+        self.entry = module.entry
+        self.num_devices = module.num_devices
 
     def walk(self, name: str | None = None, turns: int | None = 1) -> Iterator[Collective]:
         """Yield the collectives of a computation that runs `turns` times, and of all it calls."""
@@ -178,7 +179,8 @@ class _CollectiveWalk:
         count = trip_count(self.module, loop, computation)
         tests = bodies = None
         if turns is not None and count is not None:
-            tests, bodies = turns * (count + 1), turns * count
+            tests = turns * (count + 1)
+            bodies = turns * count
         yield from self.walk(loop.attribute("condition"), tests)
         yield from self.walk(loop.attribute("body"), bodies)
 
@@ -193,12 +195,15 @@ def trip_count(module: HloModule, loop: Instruction, computation: Computation) -
     """
     if match := re.search(r"known_trip_count\D*(\d+)", loop.attributes):
         return int(match[1])
-    body, condition = loop.attribute("body") or "", loop.attribute("condition") or ""
-    test, result = module.roots.get(condition), module.roots.get(body)
+    body = loop.attribute("body") or ""
+    condition = loop.attribute("condition") or ""
+    test = module.roots.get(condition)
+    result = module.roots.get(body)
     start = computation.get(loop.operands[0])
     if not (test and result and start and test.attribute("direction") == "LT"):
         return None
-    tests, steps = module.computations[condition], module.computations[body]
+    tests = module.computations[condition]
+    steps = module.computations[body]
     counter = source(test.operands[0], tests)
     index = int(counter.attribute("index") or -1) if counter else -1
     if index < 0 or start.opcode != "tuple" or result.opcode != "tuple":

@@ -88,7 +88,8 @@ def parse_module(text: str) -> HloModule:
 def _instruction(name: str, text: str) -> Instruction:
     """Return the instruction behind an equality sign: shape, opcode, arguments, attributes."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
-    shape, remaining = text[:end], text[end:].lstrip()
+    shape = text[:end]
+    remaining = text[end:].lstrip()
     opens = remaining.find("(")
     closes = _closing(remaining, opens)
     return Instruction(
@@ -143,7 +144,9 @@ def elements_of(shape: str) -> list[str]:
     """Return the element shapes of a tuple's shape, or a list of the shape itself."""
     if not shape.startswith("("):
         return [shape]
-    parts, depth, begin = [], 0, 1
+    parts = []
+    depth = 0
+    begin = 1
     for at, character in enumerate(shape):
         depth += (character in "([{") - (character in ")]}")
         if (character == "," and depth == 1) or depth == 0:

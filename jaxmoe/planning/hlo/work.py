@@ -71,7 +71,10 @@ def work(text: str) -> ProgramWork:
         ValueError: The text has no entry computation.
     """
     walk = ProgramWalk(text)
-    products, kernels, moved, unestimated = 0.0, 0.0, 0.0, 0
+    products = 0.0
+    kernels = 0.0
+    moved = 0.0
+    unestimated = 0
     for instruction, computation, turns in walk.instructions(walk.module.entry, 1):
         products += turns * walk.product_flops(instruction, computation)
         moved += turns * walk.bytes_moved(instruction, computation)
@@ -140,7 +143,8 @@ class ProgramWalk:
 
     def bytes_moved(self, instruction: Instruction, computation: Computation) -> int:
         """Return the bytes that an instruction outside a fusion reads and writes."""
-        opcode, shape = instruction.opcode, instruction.shape
+        opcode = instruction.opcode
+        shape = instruction.shape
         operands = operand_shapes(instruction, computation)
         if opcode.endswith(("-done", "-update")) or any(
             f'"{name}"' in instruction.attributes for name in _FREE_CALLS
@@ -166,10 +170,8 @@ class ProgramWalk:
         if _ends_collective(inner):
             return 0
         results = elements_of(fusion.shape)
-        read_bytes, written = (
-            _own(fusion, "operand", operands),
-            _own(fusion, "output_tuple", results),
-        )
+        read_bytes = _own(fusion, "operand", operands)
+        written = _own(fusion, "output_tuple", results)
         read = sum(
             min(memory_bytes_of(operands[index]), self.taken_of_parameter(name, index))
             for index in read_bytes
@@ -275,7 +277,8 @@ def _valid_positions(
     limit: int, results: int, size: int, stride: int, left_step: int, right_step: int, pad: int
 ) -> int:
     """Return the pairs of result and kernel element that meet an element, not padding or a hole."""
-    total, starts = 0, np.arange(results) * stride - pad
+    total = 0
+    starts = np.arange(results) * stride - pad
     for element in range(size):
         places = starts + element * right_step
         inside = (places >= 0) & (places < limit * left_step - left_step + 1)

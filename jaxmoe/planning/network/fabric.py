@@ -106,7 +106,8 @@ def sprayed(flows: Flows, fabric: Fabric) -> float:
         flows: Flows between leaves.
         fabric: Network.
     """
-    up, down = flows.count.sum(axis=1), flows.count.sum(axis=0)
+    up = flows.count.sum(axis=1)
+    down = flows.count.sum(axis=0)
     return float(max(up.max(), down.max())) * flows.bytes / fabric.spines
 
 
@@ -144,7 +145,8 @@ def hashed_loads(
         fabric: Network.
         seed: Seed of the draws.
     """
-    rng, even = np.random.default_rng(seed), np.full(fabric.spines, 1 / fabric.spines)
+    rng = np.random.default_rng(seed)
+    even = np.full(fabric.spines, 1 / fabric.spines)
     drawn = rng.multinomial(flows.count, even) * flows.bytes
     return np.stack([drawn.sum(axis=1), drawn.sum(axis=0)])
 

@@ -107,7 +107,8 @@ def exchanges(
     size = math.prod(mesh.values())
     if num_hosts < 1 or size % num_hosts:
         raise ValueError(f"hosts={num_hosts} must divide the {size} devices of the mesh")
-    per_host, names = size // num_hosts, list(mesh)
+    per_host = size // num_hosts
+    names = list(mesh)
     places = np.arange(size).reshape(tuple(mesh.values()))
     by_axes: dict[tuple[str, ...], list[Traffic]] = {}
     for entry in traffic:
@@ -119,7 +120,8 @@ def exchanges(
         rings = np.moveaxis(places, last, range(-len(last), 0)).reshape(-1, number)
         following = np.roll(rings, -1, axis=1)
         if axes == (ax.STAGE,):
-            rings, following = rings[:, :-1], following[:, :-1]
+            rings = rings[:, :-1]
+            following = following[:, :-1]
         groups = np.repeat(np.arange(len(rings)), rings.shape[1])
         pairs = np.stack([groups, rings.ravel() // per_host, following.ravel() // per_host])
         pairs = np.unique(pairs[:, pairs[1] != pairs[2]], axis=1)
@@ -192,7 +194,8 @@ def greedy_order(bandwidth: Float[np.ndarray, "H H"]) -> Int[np.ndarray, " H"]:
     Args:
         bandwidth: Bytes per second from a host to another.
     """
-    order, remaining = [0], set(range(1, len(bandwidth)))
+    order = [0]
+    remaining = set(range(1, len(bandwidth)))
     while remaining:
         order.append(max(remaining, key=lambda host: (bandwidth[order[-1], host], -host)))
         remaining.remove(order[-1])
@@ -217,24 +220,31 @@ def best_order(
     rng = np.random.default_rng(seed)
     order = greedy_order(bandwidth)
     plain = np.arange(len(order))
-    seconds, best = order_seconds(order, exchanges_in_step, bandwidth), order
+    seconds = order_seconds(order, exchanges_in_step, bandwidth)
+    best = order
     least = seconds
     if (
         plain_seconds := order_seconds(plain, exchanges_in_step, bandwidth)
     ) <= least:  # no reason to reorder
-        order, best, seconds, least = plain, plain, plain_seconds, plain_seconds
+        order = plain
+        best = plain
+        seconds = plain_seconds
+        least = plain_seconds
     if len(order) < 2 or not exchanges_in_step:
         return best, least
-    scale, temperature = max(least, 1e-30), 1.0
+    scale = max(least, 1e-30)
+    temperature = 1.0
     for _ in range(moves):
         moved = _move(order, rng)
         seconds_moved = order_seconds(moved, exchanges_in_step, bandwidth)
         if seconds_moved <= seconds or rng.random() < math.exp(
             (seconds - seconds_moved) / scale / temperature
         ):
-            order, seconds = moved, seconds_moved
+            order = moved
+            seconds = seconds_moved
             if seconds < least:
-                best, least = order, seconds
+                best = order
+                least = seconds
         temperature = max(_COOLING * temperature, 1e-9)
     return best, least
 

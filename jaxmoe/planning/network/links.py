@@ -187,7 +187,9 @@ class LinkTable:
         return from_json(cls, own | {"links": links})
 
     def _rate(self, small: float, large: float) -> LinkRate:
-        more_bytes, more_seconds = self.large_bytes - self.small_bytes, large - small
+        more_bytes = self.large_bytes - self.small_bytes
+        more_seconds = large - small
         if more_seconds <= 0.0:
-            more_bytes, more_seconds = self.large_bytes, large
+            more_bytes = self.large_bytes
+            more_seconds = large
         return LinkRate(latency=small, bandwidth=more_bytes / more_seconds)

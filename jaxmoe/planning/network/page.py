@@ -98,7 +98,8 @@ def network_lines(config: NetworkConfig, plan: StepPlan, chip: Chip) -> list[str
 
 
 def _measure(table: LinkTable, plan: StepPlan, chip: Chip) -> Iterator[str]:
-    mesh, linked = dict(plan.mesh.shape), linked_chip(chip, table)
+    mesh = dict(plan.mesh.shape)
+    linked = linked_chip(chip, table)
     yield f"measured links       of {len(table.devices)} x {table.device_kind}"
     for entry in step_traffic(plan):
         seconds = seconds_of(entry, mesh, linked)

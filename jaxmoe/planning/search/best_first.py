@@ -161,7 +161,8 @@ def _by_time(
 
     An arrangement ends with its first plan that fits. One that can never fit is not gone through.
     """
-    chip, serial = searching.chip, itertools.count()
+    chip = searching.chip
+    serial = itertools.count()
     queue: list[tuple[float, int, int, int, int, StepTime]] = []
 
     def push(place: int, number: int, remat: int) -> None:

@@ -60,7 +60,8 @@ def cheapest(
             for seconds, freed, taken in frontier
             for choice in choices
         ]
-        frontier, most = [], -1.0
+        frontier = []
+        most = -1.0
         # A sum that takes longer and frees no more is never part of the best.
         for entry in sorted(sums, key=lambda entry: (entry[0], -entry[1])):
             if entry[1] > most:
@@ -77,20 +78,23 @@ def choices_of(plan: StepPlan, chip: Chip) -> list[list[MemoryChoice]]:
         plan: Step with its state on the device.
         chip: Properties of one device.
     """
-    execution, sizes = plan.execution, Sizes.of(plan)
+    execution = plan.execution
+    sizes = Sizes.of(plan)
     state = abstract_state(plan, plan.mesh)
     names = [scan.name for scan in plan.model.scans]
 
     def of(tree: Any) -> int:
         return device_bytes(jax.tree.leaves(tree), chip.platform)
 
-    moments, layers = of(state.opt_state), of([state.params[name] for name in names])
+    moments = of(state.opt_state)
+    layers = of([state.params[name] for name in names])
     host: dict[str, Any] = {"optimizer_memory": "host", "optimizer_parts": _PARTS}
     share_kept = min(1.0, 3 / _PARTS)
     link = chip.host_bandwidth
     choices = [MemoryChoice()]
     if execution.mesh.stage == 1 and execution.optimizer_memory == "device":
-        freed, moved = (1 - share_kept) * moments, 2 * moments
+        freed = (1 - share_kept) * moments
+        moved = 2 * moments
         choices.append(MemoryChoice(freed=freed, seconds=moved / link, fields=tuple(host.items())))
         if STATE_LAYOUTS[execution.rules].is_streamable and execution.telemetry == "brief":
             # Forward and backward, and the update: parameters; written, norm and update: gradients.

@@ -77,7 +77,8 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     moved = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
     check_pipeline(moved.model, moved.execution, moved.accumulation)
     moved.gradients.check(moved)
-    sizes, rules = dict(moved.mesh.shape), moved.execution.axis_rules
+    sizes = dict(moved.mesh.shape)
+    rules = moved.execution.axis_rules
     for layout in moved.execution.state_layout.rules:
         moved.table.check_divides(layout, sizes)
     length = (plan.sequence_length,)

@@ -29,7 +29,8 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
         candidate: Mesh that does not fit.
         chip: Properties of one device.
     """
-    plan, execution = candidate.plan, candidate.plan.execution
+    plan = candidate.plan
+    execution = candidate.plan.execution
     changes: dict[str, StepPlan] = {}
 
     def execute(flag: str, **fields: object) -> None:

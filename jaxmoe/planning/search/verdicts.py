@@ -19,7 +19,8 @@ def plan_in_words(plan: StepPlan) -> str:
     Args:
         plan: Step on its mesh.
     """
-    execution, number = plan.execution, plan.accumulation
+    execution = plan.execution
+    number = plan.accumulation
     parts = [mesh_in_words(execution.mesh)]
     if execution.fold is not None:
         fold = execution.fold
@@ -46,7 +47,8 @@ def why_not(best: Candidate, candidate: Candidate) -> str:
         best: Plan that was chosen.
         candidate: Plan that fits too.
     """
-    parts, candidate_parts = _parts(best), _parts(candidate)
+    parts = _parts(best)
+    candidate_parts = _parts(candidate)
     added = {
         name: candidate_parts.get(name, 0.0) - parts.get(name, 0.0)
         for name in {*parts, *candidate_parts}

@@ -69,7 +69,8 @@ def proxy_rows(rows: Float[Array, "E D"], key: Array) -> Float[Array, "E D"]:
         key: Key of the layer and step, the same on every device.
     """
     still = jax.lax.stop_gradient(rows)
-    number, squares = rows.shape[0], jnp.sum(still**2, axis=-1)
+    number = rows.shape[0]
+    squares = jnp.sum(still**2, axis=-1)
     apart = jnp.sum((still[:, None, :] - still[None, :, :]) ** 2, axis=-1)
     nearest = jnp.min(jnp.where(jnp.eye(number, dtype=bool), jnp.inf, apart), axis=1)
     # A single expert has no other row, and gets no noise.

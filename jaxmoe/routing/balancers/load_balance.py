@@ -62,7 +62,8 @@ def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> Arrays:
         output: Token-major output for these inputs.
         inputs: Whole rows, or rows whose positions are spread over `extent.sequence_axes`.
     """
-    extent, num_experts = inputs.extent, output.probs.shape[1]
+    extent = inputs.extent
+    num_experts = output.probs.shape[1]
     axes = extent.sequence_axes
     mask = inputs.token_mask[:, None]
     ids = output.selection.expert_ids.reshape(mask.shape[0], -1)  # T, K

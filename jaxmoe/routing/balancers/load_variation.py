@@ -37,7 +37,8 @@ class ImportanceVariationConfig(StatisticsBalancer):
 
     def observe(self, output: RouterOutput, inputs: RouterInputs) -> Arrays:
         """Return `importance [E]`, the sum over tokens of their renormalized gates."""
-        tokens, num_experts = inputs.x.shape[0], output.logits.shape[1]
+        tokens = inputs.x.shape[0]
+        num_experts = output.logits.shape[1]
         ids = output.selection.expert_ids.reshape(tokens, -1)  # T, K
         log_scores = output.selection.scores.reshape(tokens, -1)
         is_chosen = ids < num_experts

@@ -244,7 +244,8 @@ class BipConfig(SelectionBias):
         self, surplus: Float[Array, "G n E"], mask: Bool[Array, "G n"]
     ) -> Int[Array, "G E bins"]:
         """Return the histogram of surpluses over [0, 1]; non-positive ones are in the first bin."""
-        low, width = jnp.float32(0.0), jnp.float32(1.0 / self.num_bins)
+        low = jnp.float32(0.0)
+        width = jnp.float32(1.0 / self.num_bins)
         return histogram(surplus, mask, low=low, width=width, num_bins=self.num_bins)
 
     def _read(self, counts: Array, rank: Array) -> Array:

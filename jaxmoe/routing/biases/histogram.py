@@ -60,7 +60,8 @@ def kth_smallest(
     Returns:
         Values; the upper edge of the last bin where a column has fewer than k rows.
     """
-    counts, k = counts.astype(jnp.float32), k.astype(jnp.float32)[..., None]
+    counts = counts.astype(jnp.float32)
+    k = k.astype(jnp.float32)[..., None]
     running = jnp.cumsum(counts, axis=-1)
     first = jnp.argmax(running >= k, axis=-1, keepdims=True)
     inside, until = (jnp.take_along_axis(array, first, axis=-1) for array in (counts, running))

@@ -72,7 +72,8 @@ class QuantileConfig(SelectionBias):
         train: bool,
     ) -> tuple[Float[Array, "T E"], Arrays]:
         """Return the scores plus the bias; in training also the statistics of the next bias."""
-        bias, scores = state["bias"], jax.lax.stop_gradient(scores)
+        bias = state["bias"]
+        scores = jax.lax.stop_gradient(scores)
         biased = scores + bias[None, :]
         if not train or top_k >= bias.shape[0]:
             return biased, {}
@@ -98,17 +99,20 @@ class QuantileConfig(SelectionBias):
         Statistics of evaluation contain no quantiles and leave the state unchanged.
         """
         del step
-        old, extra = state["bias"], statistics.extra
+        old = state["bias"]
+        extra = statistics.extra
         if "quantile_histogram" in extra:
             counts = extra["quantile_histogram"]
             num_tokens = counts[0].sum()
             capacity = capacity_of(num_tokens, top_k=top_k, num_experts=old.shape[0])
             low, width = self._range(old)
             rank = jnp.broadcast_to(capacity + 1, old.shape)
-            new, is_known = kth_smallest(counts, rank, low=low, width=width), num_tokens > 0
+            new = kth_smallest(counts, rank, low=low, width=width)
+            is_known = num_tokens > 0
         elif "quantile_sum" in extra:
             batches = extra["quantile_batches"]
-            new, is_known = extra["quantile_sum"] / jnp.maximum(batches, 1.0), batches > 0.0
+            new = extra["quantile_sum"] / jnp.maximum(batches, 1.0)
+            is_known = batches > 0.0
         else:
             return state
         new = self.decay * old + (1.0 - self.decay) * (new - new.mean())

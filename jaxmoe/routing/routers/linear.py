@@ -99,7 +99,8 @@ def linear_logits(
         train: Whether to apply the jitter.
         key: Key of this layer and step; needed where the jitter applies.
     """
-    x, weight = inputs.x.astype(jnp.float32), params["weight"].astype(jnp.float32)
+    x = inputs.x.astype(jnp.float32)
+    weight = params["weight"].astype(jnp.float32)
     if train and jitter > 0.0:
         noise = token_noise(key, inputs, x.shape[1], "uniform")
         x = x * (1.0 - jitter + 2.0 * jitter * noise)

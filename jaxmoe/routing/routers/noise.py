@@ -48,7 +48,8 @@ def token_noise(
     Raises:
         ValueError: `key` is None.
     """
-    key, index = require_key(key), token_index(inputs)
+    key = require_key(key)
+    index = token_index(inputs)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index)
     draw = jax.random.normal if law == "normal" else jax.random.uniform
     return jax.vmap(lambda token_key: draw(token_key, (width,), jnp.float32))(keys)

@@ -61,7 +61,8 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     Args:
         statistics: Statistics summed over the batch, stacked over layers.
     """
-    share, num_experts = load(statistics), statistics.counts.shape[-1]
+    share = load(statistics)
+    num_experts = statistics.counts.shape[-1]
     log_experts = jnp.log(jnp.float32(max(num_experts, 2)))
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1)
     tokens = jnp.maximum(statistics.num_tokens, 1.0)

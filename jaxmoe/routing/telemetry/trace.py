@@ -78,7 +78,8 @@ class RoutingTrace:
 
     def affinity(self) -> Int[np.ndarray, "M E E"]:
         """Return the pairs of slots between adjacent MoE layers, M = L - 1; see the module."""
-        number, pairs = self.num_experts + 1, []
+        number = self.num_experts + 1
+        pairs = []
         for experts, next_experts in zip(self.expert_ids[:-1], self.expert_ids[1:], strict=True):
             both = experts[:, :, None].astype(np.int64) * number + next_experts[:, None, :]
             table = np.bincount(both.ravel(), minlength=number**2).reshape(number, number)
@@ -140,7 +141,8 @@ def load_trace(path: str | os.PathLike[str]) -> RoutingTrace:
             f"{path} is not a routing trace ({error}): write one with"
             " python -m experiments.routers --trace METHOD"
         ) from error
-    token_ids, expert_ids = parts["token_ids"], parts["expert_ids"].astype(np.int32)
+    token_ids = parts["token_ids"]
+    expert_ids = parts["expert_ids"].astype(np.int32)
     if expert_ids.shape[1:2] != token_ids.shape:
         raise ValueError(
             f"{path} is not a routing trace: token_ids {token_ids.shape} must be [T], and"

@@ -205,7 +205,8 @@ def record_source(directory: RunDirectory, source: LineageSource, config: Pretra
     Raises:
         ValueError: A file cannot be read or written.
     """
-    is_branch, parent = config.checkpoint.initial_state == "all", RunDirectory(source.path)
+    is_branch = config.checkpoint.initial_state == "all"
+    parent = RunDirectory(source.path)
     if is_branch and parent.has_config():
         _copy_records(parent, directory, source.step)
     event = Event(

@@ -83,7 +83,8 @@ def keep_tokenizer(directory: RunDirectory, config: PretrainConfig, source: Sour
     Raises:
         ValueError: The directory cannot be written.
     """
-    tokenizer, kind = getattr(source, "tokenizer", None), config.data.tokenizer
+    tokenizer = getattr(source, "tokenizer", None)
+    kind = config.data.tokenizer
     place = directory.tokenizer_directory
     if not isinstance(tokenizer, SubwordTokenizer) or (place / TOKENIZER).exists():
         return
@@ -139,7 +140,9 @@ def copy_tokenizer(source: RunDirectory, target: RunDirectory) -> None:
             shutil.copytree(source.tokenizer_directory, target.tokenizer_directory)
 
 
-BATCHES, BATCH_SIZE, SEQUENCE_LENGTH = 8, 8, 128
+BATCHES = 8
+BATCH_SIZE = 8
+SEQUENCE_LENGTH = 128
 """Held-out batches, their sequences and their tokens, for models that were imported."""
 
 
@@ -277,7 +280,8 @@ def on_data(
                 )
             data = dataclasses.replace(data, tokenizer=tokenizer)
         config = dataclasses.replace(config, data=data.for_evaluation())
-    training, evaluation = config.training, config.evaluation
+    training = config.training
+    evaluation = config.evaluation
     if sequence_length is not None:
         training = dataclasses.replace(training, sequence_length=sequence_length)
     if batches is not None:

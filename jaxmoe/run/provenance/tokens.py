@@ -77,7 +77,8 @@ def check_model_tokens(data: Any, model: Any) -> None:
         ValueError: The tokenizers differ; names both.
         DataError: A tokenizer cannot be read.
     """
-    tokenizer, model_tokenizer = data.tokenizer, model.tokenizer
+    tokenizer = data.tokenizer
+    model_tokenizer = model.tokenizer
     if tokenizer == model_tokenizer or not data.has_rows:
         return
     way_out = (

@@ -78,7 +78,8 @@ def base_of(assembly: Assembly) -> BaseModel | None:
         step = 0
     else:
         manifest = initial_manifest(config)
-        step, prints = manifest.step, _of_params(manifest.fingerprints, left_out)
+        step = manifest.step
+        prints = _of_params(manifest.fingerprints, left_out)
         read = functools.partial(_read_run, initial_directory(config), manifest.step, config.verify)
     return BaseModel(
         path=config.initial,
@@ -127,8 +128,10 @@ def branched_state(
         ValueError: There is no such checkpoint, or it belongs to another model, optimiser or data.
     """
     plan = assembly.plan
-    config, training = plan.config.checkpoint, plan.config.training
-    directory, manifest = initial_directory(config), initial_manifest(config)
+    config = plan.config.checkpoint
+    training = plan.config.training
+    directory = initial_directory(config)
+    manifest = initial_manifest(config)
     # As checkpoints hold it: with the forward multipliers in the model.
     check_branch(manifest.config, dataclasses.replace(plan.config, model=plan.model))
     if manifest.step >= training.steps:
@@ -160,7 +163,8 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[LineageSource,
     config = assembly.plan.config.checkpoint
     if is_huggingface(str(config.initial)):
         return _of_huggingface(assembly, state)
-    directory, rules = initial_directory(config), _rules(config)
+    directory = initial_directory(config)
+    rules = _rules(config)
     manifest = initial_manifest(config)
     if manifest.base is not None:
         return _of_adapter(assembly, state, manifest)
@@ -252,10 +256,8 @@ def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[LineageSourc
             )
     path = str(config.initial)
     params, router_state = huggingface_values(path, assembly.execution, assembly.mesh)
-    file_shapes, model_shapes = (
-        describe({"params": params}),
-        describe({"params": plain(state.params)}),
-    )
+    file_shapes = describe({"params": params})
+    model_shapes = describe({"params": plain(state.params)})
     if file_shapes != model_shapes:
         differing = sorted(
             p for p in file_shapes | model_shapes if file_shapes.get(p) != model_shapes.get(p)
@@ -281,7 +283,8 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
         params: Parameters of the model.
         router_state: Router state; a new one when None.
     """
-    plan, key = assembly.plan, jax.random.key(assembly.plan.config.training.seed)
+    plan = assembly.plan
+    key = jax.random.key(assembly.plan.config.training.seed)
 
     def around(params):
         config = plan.config

@@ -66,7 +66,8 @@ def _divergence(
     """Return the message about a diverged run."""
     first, last = refused
     resume = f"python -m experiments.pretrain resume {directory.path}"
-    rate, training = config.optimizer.learning_rate, config.training
+    rate = config.optimizer.learning_rate
+    training = config.training
     start = "from the start" if checkpoint_step is None else f"from step {checkpoint_step}"
     ways = []
     warmup = max(2 * config.schedule.warmup_steps, training.steps // 10)

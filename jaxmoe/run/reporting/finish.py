@@ -54,7 +54,8 @@ def finish_run(
     Returns:
         The content of summary.json; empty on all processes but the first.
     """
-    step, status = facts["steps"], facts["status"]
+    step = facts["steps"]
+    status = facts["status"]
     watches.note(step, status)
     facts = {**facts, "goodput": watches.goodput(), "warnings": watches.warnings}
     watches.watchdog.beat("writing the report")

@@ -36,9 +36,12 @@ def print_header(
         begun: State with which it begins.
         parts: Parts of the run.
     """
-    assembly, first_step = begun.assembly, begun.step
-    plan, training = assembly.plan, assembly.plan.config.training
-    model, moe = plan.model, plan.model.moe
+    assembly = begun.assembly
+    first_step = begun.step
+    plan = assembly.plan
+    training = assembly.plan.config.training
+    model = plan.model
+    moe = plan.model.moe
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
     tokens = training.batch_size * training.sequence_length
     resumed = f"continuing after step {first_step}" if first_step else "new run"
@@ -93,7 +96,8 @@ def print_header(
 
 def experts_in_words(model: ModelConfig) -> str:
     """Return how many experts the layers have, and how many layers where not all have some."""
-    moe, number = model.moe, model.num_moe_layers
+    moe = model.moe
+    number = model.num_moe_layers
     if moe is None:
         return "dense"
     if not number:
@@ -104,14 +108,16 @@ def experts_in_words(model: ModelConfig) -> str:
 
 def sequence_form(assembly: Assembly) -> str:
     """Return how attention spreads the positions of a sequence and, if chosen, why."""
-    plan, length = assembly.plan, assembly.plan.config.training.sequence_length
+    plan = assembly.plan
+    length = assembly.plan.config.training.sequence_length
     mesh = dict(assembly.mesh.shape)
     return choose_form(plan.model.context, assembly.execution, length, mesh).reason
 
 
 def _adapter_lines(plan: RunPlan) -> list[str]:
     """Return what is trained, and of which model."""
-    adapter, table = plan.model.adapter, plan.table
+    adapter = plan.model.adapter
+    table = plan.table
     assert adapter is not None  # asked for only then
     sizes = [row.size for row in table.trained_rows]
     frozen = sum(row.size for row in table if row.is_frozen)
@@ -128,7 +134,8 @@ def _adapter_lines(plan: RunPlan) -> list[str]:
 
 def _data_text(assembly: Assembly) -> str:
     """Return the data as text, with the loss floor of the objective if it differs."""
-    training, floor = assembly.plan.config.training, entropy_floor(assembly)
+    training = assembly.plan.config.training
+    floor = entropy_floor(assembly)
     text = assembly.source.describe(training.sequence_length)
     note = training.objective.floor_note
     return text if floor is None or note is None else f"{text}; {floor:.4f} {note}"

@@ -35,7 +35,8 @@ def pipeline_in_words(
         stages: Stages of the mesh in use; when None those of the execution.
         paths: Groups of layers that each micro-batch passes through; None for all in order.
     """
-    stages, chunks = stages or execution.mesh.stage, execution.pipeline.chunks
+    stages = stages or execution.mesh.stage
+    chunks = execution.pipeline.chunks
     schedule = execution.pipeline.schedule(stages, accumulation, paths and paths.groups_of)
     scan = ModelParts.of(model).staged
     num_outside = model.num_layers - scan.num_layers
@@ -67,7 +68,8 @@ def pipeline_of_report(stages: int, config: Mapping[str, Any]) -> tuple[str, str
     execution = from_json(ExecutionConfig, config["execution"])
     model = from_json(ModelConfig, config["model"])
     accumulation = config["training"]["accumulation"]
-    saved, paths = config["training"].get("skipping"), None
+    saved = config["training"].get("skipping")
+    paths = None
     if saved is not None:
         paths = from_json(Skipping, saved).gradients.paths(accumulation)
     sentence = pipeline_in_words(model, execution, accumulation, stages=stages, paths=paths)

@@ -84,7 +84,8 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
         series = {}
     if LOSS not in series:
         raise ValueError(f"{path} has no steps yet ({directory.metrics_file.name}): wait for some")
-    summary, notes = directory.summary(), []
+    summary = directory.summary()
+    notes = []
     steps = int(series[LOSS][0][-1])
     if summary is None or summary.get("steps", 0) < steps:
         planned = config.get("training", {}).get("steps", "?")

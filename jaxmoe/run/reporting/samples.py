@@ -21,7 +21,8 @@ def sample_text(assembly: Assembly, state: TrainState, length: int) -> str:
         state: State with parameters and router state.
         length: Number of tokens to generate; a model that is not causal fills one row.
     """
-    training, source = assembly.plan.config.training, assembly.source
+    training = assembly.plan.config.training
+    source = assembly.source
     prompt_length = min(64, training.sequence_length)
     if not assembly.plan.model.attention.is_causal:
         # The model was trained on rows of this length only.

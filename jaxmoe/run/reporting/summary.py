@@ -52,13 +52,16 @@ def summarise(
         facts: Status, steps, times, checkpoint step, and the rows of the parts of the run.
         references: Losses of reference predictors, by label.
     """
-    plan, last = assembly.plan, reporter.last
-    training, moe = plan.config.training, plan.model.moe
+    plan = assembly.plan
+    last = reporter.last
+    training = plan.config.training
+    moe = plan.model.moe
     skipping = None
     if training.skipping is not None:
         skipping = training.skipping.row(assembly.execution, training.accumulation)
     active = plan.table.active(*(moe.top_k, moe.num_experts) if moe else (0, 0))
-    balance, pooled = last.get(LOAD_BALANCE), last.get("router/load_balance_pooled")
+    balance = last.get(LOAD_BALANCE)
+    pooled = last.get("router/load_balance_pooled")
     units = conversions(balance, top_k=moe.top_k, pooled=pooled) if moe and balance else {}
     memory, measured_on = peak_memory(jax.local_devices())
     entries = {
@@ -143,10 +146,12 @@ def load_window(
 
 def reference_lines(assembly: Assembly) -> dict[str, float]:
     """Return bits per byte (or token) of reference predictors, by label."""
-    floor, source = entropy_floor(assembly), assembly.source
+    floor = entropy_floor(assembly)
+    source = assembly.source
     if floor is not None:
         return {"exact entropy": floor}
-    train, held_out = source.text("train"), source.text("validation")
+    train = source.text("train")
+    held_out = source.text("validation")
     if train is None or held_out is None:
         return {}
     orders = ngram_bits_per_byte(train, held_out, orders=(1, 2, 3))
@@ -193,7 +198,8 @@ def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
 
     Nothing, with a warning, if the pass cannot be traced.
     """
-    state, parts = assembly.world_shapes(), 1
+    state = assembly.world_shapes()
+    parts = 1
     if assembly.plan.config.rl is None:
         _, parts = assembly.batch_part
         rows = assembly.loader.batch(0, process_index=0, process_count=parts)
@@ -232,9 +238,11 @@ def closing_message(
     lines = [f"{summary['status']} at step {summary['steps']}"]
     if summary["checkpoint_step"] is not None and summary["status"] != "done":
         lines[0] += f"; the same command continues from step {summary['checkpoint_step']}"
-    bits, unit = summary["eval_bits_per_byte"], "bits/byte"
+    bits = summary["eval_bits_per_byte"]
+    unit = "bits/byte"
     if bits is None:
-        bits, unit = summary["eval_bits_per_token"], "bits/token"
+        bits = summary["eval_bits_per_token"]
+        unit = "bits/token"
     if bits is not None:
         beside = ", ".join(f"{label} {value:.3f}" for label, value in references.items())
         lines.append(f"held out {bits:.4f} {unit}" + (f"   ({beside})" if beside else ""))

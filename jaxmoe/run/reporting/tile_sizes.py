@@ -22,7 +22,9 @@ from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
 
-TILE, EXPERT_ROWS, INPUT_STEP = 256, 128, 64
+TILE = 256
+EXPERT_ROWS = 128
+INPUT_STEP = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,8 @@ class TiledProduct:
     def executed(self) -> float:
         """FLOPs with tiles filled up."""
         rows = _up(math.ceil(self.rows), EXPERT_ROWS if self.is_expert else TILE)
-        inputs, outputs = _up(self.inputs, INPUT_STEP), _up(self.outputs, TILE)
+        inputs = _up(self.inputs, INPUT_STEP)
+        outputs = _up(self.outputs, TILE)
         return 2.0 * self.count * rows * inputs * outputs
 
     @property
@@ -89,14 +92,17 @@ def _product(sizes: Sizes, row: ParameterSpec) -> TiledProduct:
     if row.declaration.role == "embedding":  # tied: the head multiplies by its transpose
         first, second = second, first
     is_expert = ax.EXPERTS in row.declaration.axes
-    inputs, outputs = _width(sizes, row, first), _width(sizes, row, second)
-    count, rows = sizes.layers(row), sizes.inner_tokens
+    inputs = _width(sizes, row, first)
+    outputs = _width(sizes, row, second)
+    count = sizes.layers(row)
+    rows = sizes.inner_tokens
     if is_expert:
         dim = row.declaration.axes.index(ax.EXPERTS) - len(row.declaration.axes)
         width = _width(sizes, row, (dim,))
         stack = sizes.stack_of(row)
         assert stack is not None  # experts are in layers
-        rows, count = sizes.rows(stack.kind.feed_forward.sizes) / width, count * width
+        rows = sizes.rows(stack.kind.feed_forward.sizes) / width
+        count = count * width
     return TiledProduct(
         path=row.path,
         count=count,
@@ -109,7 +115,8 @@ def _product(sizes: Sizes, row: ParameterSpec) -> TiledProduct:
 
 def _width(sizes: Sizes, row: ParameterSpec, dims: tuple[int, ...]) -> int:
     """Return the product of some dimensions of a weight on one device in use."""
-    axes, width = set(sizes.kept_axes(row)), 1
+    axes = set(sizes.kept_axes(row))
+    width = 1
     for dim in dims:
         at = dim % len(row.shape)
         entry = row.spec[at] if at < len(row.spec) else None

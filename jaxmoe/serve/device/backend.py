@@ -18,7 +18,8 @@ from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.serve.plan import Shapes
 from jaxmoe.serve.sizes import EngineSizesConfig
 
-_PIECE, _SHORTEST = 64, 256
+_PIECE = 64
+_SHORTEST = 256
 
 
 def sizes_for(*, max_length: int, batch_size: int, page_size: int = 16) -> ExecutorConfig:

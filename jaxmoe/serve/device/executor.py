@@ -91,7 +91,8 @@ class ModelExecutor:
         self._is_apart = num_calls(model) <= self.config.layers_apart
         if self._is_apart:
             self.execution = dataclasses.replace(self.execution, unroll=longest_loop(model))
-        self._mesh, self._router_state = mesh, router_state
+        self._mesh = mesh
+        self._router_state = router_state
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
@@ -114,7 +115,8 @@ class ModelExecutor:
             router_state: State of the routers; fresh when None.
         """
         self._params = None  # its memory is free for the others
-        self._params, self._router_state = self._laid_out(params), router_state
+        self._params = self._laid_out(params)
+        self._router_state = router_state
 
     @property
     def params(self) -> Any:
@@ -294,8 +296,10 @@ class ModelExecutor:
     def _inputs(self, step: EngineStep, program: Program) -> tuple[StepInputs, list[Any]]:
         """Return the arrays of a step, and (work, row of the tables, first token) of each part."""
         config, (pieces, length) = self.config, program.pieces
-        singles, size = config.shapes.singles, config.page_size
-        rows, width = singles + pieces, num_pages(program.context_length, size)
+        singles = config.shapes.singles
+        size = config.page_size
+        rows = singles + pieces
+        width = num_pages(program.context_length, size)
         tokens = np.zeros(singles + pieces * length, np.int32)
         positions = np.full(len(tokens), -1, np.int32)
         slots = np.full(len(tokens), config.num_pages * size, np.int32)
@@ -307,10 +311,12 @@ class ModelExecutor:
             (single, singles + number, singles + number * length)
             for number, single in enumerate(step.pieces)
         ]
-        wants_top, numbers = False, {name: i for i, name in enumerate(self.adapters)}
+        wants_top = False
+        numbers = {name: i for i, name in enumerate(self.adapters)}
         adapters = np.full(len(tokens), -1, np.int32) if numbers else None
         for work, row, at in placed:
-            end, where = at + len(work.tokens), work.start + np.arange(len(work.tokens))
+            end = at + len(work.tokens)
+            where = work.start + np.arange(len(work.tokens))
             pages = np.asarray(work.pages, np.int32)
             tokens[at:end], positions[at:end] = work.tokens, where
             slots[at:end] = pages[where // size] * size + where % size

@@ -42,7 +42,8 @@ def result_of(outputs: StepOutputs, work: Work, row: int, experts: np.ndarray | 
         experts: Experts to return [tokens L K]; None without any.
     """
     number = work.sampling.num_logprobs
-    ids, logprobs = outputs.top_ids[row, :number], outputs.top_logprobs[row, :number]
+    ids = outputs.top_ids[row, :number]
+    logprobs = outputs.top_logprobs[row, :number]
     return Result(
         token=int(outputs.tokens[row]),
         logprob=float(outputs.logprobs[row]),

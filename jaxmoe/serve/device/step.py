@@ -106,7 +106,8 @@ def make_step(
     def step(
         params: Any, router_state: Any, pools: Pools, inputs: StepInputs
     ) -> tuple[StepOutputs, Pools]:
-        watched, params = model, stacked(params)
+        watched = model
+        params = stacked(params)
         if options.has_experts:
             watched = dataclasses.replace(model, moe=recorded(model.moe, len(inputs.tokens)))
         output = forward(

@@ -69,7 +69,8 @@ def usage(ends: Sequence[Ended], number: int) -> dict[str, Any]:
         number: Answers of each prompt, which is counted once.
     """
     firsts = ends[::number]
-    prompt, written = sum(e.num_prompt for e in firsts), sum(e.num_generated for e in ends)
+    prompt = sum(e.num_prompt for e in firsts)
+    written = sum(e.num_generated for e in ends)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -92,7 +93,8 @@ class Form(abc.ABC):
             served: The model.
             request: The request.
         """
-        self._served, self._asked = served, request
+        self._served = served
+        self._asked = request
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -186,7 +188,9 @@ class CompletionForm(Form):
         return {"text": new}
 
     def _logprobs(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
-        texts, alternatives, offsets = [], [], []
+        texts = []
+        alternatives = []
+        offsets = []
         for generated in tokens:
             offsets.append(choice.spelled.offset)
             names = _distinct(self._bytes(choice, generated))
@@ -228,7 +232,9 @@ def _text_of(content: bytes, mark: str = "") -> str:
 class ChatForm(Form):
     """Answers of /v1/chat/completions."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}

@@ -36,7 +36,8 @@ from jaxmoe.serve.http.streams import Answers, failure
 
 logger = logging.getLogger(__name__)
 
-_JSON, _EVENTS = "application/json", "text/event-stream"
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +128,8 @@ class Endpoint:
         return guarded
 
     def _check_key(self, request: Any) -> None:
-        header, key = request.headers.get("authorization", ""), self._config.key
+        header = request.headers.get("authorization", "")
+        key = self._config.key
         if key and not hmac.compare_digest(header.encode(), f"Bearer {key}".encode()):
             raise HTTPError(
                 401,
@@ -151,7 +153,8 @@ class Endpoint:
         """
         if self.is_draining:
             raise HTTPError(503, "the server is about to end", code="draining", retry_after=30)
-        most, body = self._config.max_body, bytearray()
+        most = self._config.max_body
+        body = bytearray()
         too_long = HTTPError(
             413, f"the body has more than {most} bytes: send a shorter prompt", code="too_large"
         )
@@ -239,7 +242,8 @@ class Endpoint:
 
     async def _stats(self, request: Any) -> Any:
         del request
-        metrics, load = self._served.engine.metrics, self._served.engine.expert_load
+        metrics = self._served.engine.metrics
+        load = self._served.engine.expert_load
         values = dataclasses.asdict(metrics) | {
             "model": self._served.name,
             "has_chat": self._served.chat is not None,
@@ -254,7 +258,8 @@ class Endpoint:
         return self._responses.HTMLResponse(page.read_text(encoding="utf-8"))
 
     async def _unknown(self, request: Any, error: Any) -> Any:
-        path, allowed = request.url.path, dict(error.headers or {})
+        path = request.url.path
+        allowed = dict(error.headers or {})
         message = f"{request.method} {path} is not a route of this server"
         if "Allow" in allowed:
             message = f"{path} takes {allowed['Allow']}, not {request.method}"

@@ -26,7 +26,9 @@ _SHARED = (
 )
 COMPLETION = ("prompt", *_SHARED)
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", *_SHARED)
-_MOST_STOPS, _MOST_ANSWERS, _MOST_PROMPTS = 16, 128, 128
+_MOST_STOPS = 16
+_MOST_ANSWERS = 128
+_MOST_PROMPTS = 128
 _SEEDS = 2**31 - 1 - _MOST_ANSWERS
 """Seeds of a first answer; the engine takes 31 bits, and the i-th answer has seed + i."""
 

@@ -42,8 +42,11 @@ class HTTPError(JaxmoeError, RuntimeError):
             retry_after: Seconds after which the same request may succeed.
         """
         super().__init__(message)
-        self.status, self.message = status, message
-        self.param, self.code, self.retry_after = param, code, retry_after
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:

@@ -62,9 +62,13 @@ class _Collector:
     """Numbers of one time."""
 
     def __init__(self, served: Served, core: Any):
-        engine, name = served.engine, served.name
-        self._load, self._model, self._core = engine.expert_load, name, core
-        self._labels, self._instances = ["model"], [([name], engine.metrics)]
+        engine = served.engine
+        name = served.name
+        self._load = engine.expert_load
+        self._model = name
+        self._core = core
+        self._labels = ["model"]
+        self._instances = [([name], engine.metrics)]
         if len(engine.instance_metrics) > 1:
             self._labels = ["model", "instance"]
             self._instances = [
@@ -74,7 +78,8 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the families."""
-        gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
+        gauge = self._core.GaugeMetricFamily
+        counter = self._core.CounterMetricFamily
         for family, names in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for name, (field, help_text) in names.items():
                 histogram = family(f"jaxmoe_{name}", help_text, labels=self._labels)

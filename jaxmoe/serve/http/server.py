@@ -28,7 +28,8 @@ _ROOM = 16
 """Connections beyond the bound that are answered on /health alone."""
 _OTHER_FILES = 64
 """Descriptors that are left to the rest of the process."""
-_LEAST, _EVERY = 8, 60.0
+_LEAST = 8
+_EVERY = 60.0
 """Connections at least, and seconds between two lines of one kind."""
 _HEALTH = "/health"
 

@@ -62,7 +62,8 @@ def compare_readings(
         ValueError: The model is not causal, has caches without pages or is cut into stages, or
             rows hold several documents.
     """
-    batches, results = list(batches), []
+    batches = list(batches)
+    results = []
     for each in (reading, WHOLE_CACHE):
         step = make_decoded_loss(model, WholeRowsConfig.of(execution, each))
         results.append(evaluate(step, params, router_state, batches))

@@ -32,7 +32,8 @@ def level_measures(
     parts = jax.tree.map(
         lambda rows: split_rows(jnp.asarray(rows), accumulation, execution.placement), fields
     )
-    levels, tokens = level_of(parts["level"]), level_tokens(parts["segment_ids"])
+    levels = level_of(parts["level"])
+    tokens = level_tokens(parts["segment_ids"])
     total = jnp.maximum(jnp.sum(tokens), 1.0)
     num_used = jnp.sum(levels >= 0, dtype=jnp.float32)
     rows, length = parts["segment_ids"].shape[1:]

@@ -286,14 +286,18 @@ def update_params(
         summed: Loss, and further arguments of the optimiser's update.
         clipped: Gradients, laid out as the parameters.
     """
-    model, execution, table, grads = step.model, step.execution, step.table, clipped.grads
+    model = step.model
+    execution = step.execution
+    table = step.table
+    grads = clipped.grads
     old = state.params if table is None else table.trained(state.params)
     is_away = execution.parameter_memory == "host"
     if is_away:  # the layouts of parameters and state are one
         trained = old
     else:
         cut = partial(lay_out, model, rules=execution.state_layout.optimizer)
-        trained, grads = cut(old), cut(grads)
+        trained = cut(old)
+        grads = cut(grads)
     inputs = Inputs(grads, trained, summed, clipped)
     updates, params, new = step.updater.update(step, state, inputs)
     if is_away:

@@ -104,8 +104,10 @@ class PipelinedModel:
 
     def home(self, gradient: Stream, micro: Number, past: EndSums | None) -> EndSums:
         """Return the gradients of embedding and layers before the stages, and their sums."""
-        inputs, scans = self._about(micro), self.parts.before
-        embedding, layers = self._of(("embedding",)), self._of(scan.name for scan in scans)
+        inputs = self._about(micro)
+        scans = self.parts.before
+        embedding = self._of(("embedding",))
+        layers = self._of(scan.name for scan in scans)
         addend, pull_embedding = jax.vjp(lambda params: self._embed(params, inputs), embedding)
 
         def run(params: dict[str, Any], stream: Stream) -> Any:
@@ -135,7 +137,8 @@ class PipelinedModel:
         has_work: Bool[Array, ""],
     ) -> tuple[Any, Stream, LayerSums]:
         """Return the gradients of one group of layers and of its input, and its sums."""
-        inputs, first = self._about(micro), self._first(chunk)
+        inputs = self._about(micro)
+        first = self._first(chunk)
 
         def run(trained: Any, stream: Stream) -> Any:
             variables = params | {"params": trained}
@@ -149,7 +152,8 @@ class PipelinedModel:
         self, stream: Stream, micro: Number, past: EndSums | None
     ) -> tuple[EndSums, Stream | None]:
         """Return the loss of a micro-batch with gradients, and the gradient of the stream."""
-        scans, inputs = self.parts.after, self._about(micro)
+        scans = self.parts.after
+        inputs = self._about(micro)
 
         def run(params: dict[str, Any], stream: Stream) -> Any:
             stream, sums = self._run(scans, params, stream, inputs, past)

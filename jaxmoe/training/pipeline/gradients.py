@@ -84,7 +84,9 @@ class PipelineBackward(Backward):
 
 def _pipeline_sums(step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
     """Return the sums without losses that no stage computes."""
-    model, execution, table = step.model, step.execution, step.table
+    model = step.model
+    execution = step.execution
+    table = step.table
     check_compiler(execution)
     run = partial(
         _execute,
@@ -117,7 +119,8 @@ def _pipeline_sums(step: Step, state: TrainState, rows: Rows, whole: Any) -> Gra
 
 def _with_adapter_losses(step: Step, summed: GradientSums, params: Any) -> GradientSums:
     """Return the sums of a pipeline with the losses of the adapter, which no stage computes."""
-    adapter, table = step.model.adapter, step.table
+    adapter = step.model.adapter
+    table = step.table
     if adapter is None or table is None:
         return summed
 
@@ -182,7 +185,8 @@ def held_out_parts(model: ModelConfig, execution: ExecutionConfig, rows: int) ->
         execution: Mesh with stages.
         rows: Rows of a batch.
     """
-    moe, mesh = model.moe, execution.mesh
+    moe = model.moe
+    mesh = execution.mesh
     if moe is not None and (moe.capacity is not None or not moe.router.traits.is_causal):
         return 1
     numbers = range(1, 2 * mesh.stage + 1)
@@ -200,7 +204,8 @@ def _micro_batches(
     context_arrays: dict[str, Any] = {**(context or {}), **batch_context(model, batch)}
     batch, order = lay_out_batch(batch, model, execution)
     context_arrays = lay_out(jax.tree.map(jnp.asarray, context_arrays), order, execution)
-    tokens, placement = jnp.asarray(batch.tokens), execution.placement
+    tokens = jnp.asarray(batch.tokens)
+    placement = execution.placement
     arrays = {"tokens": tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
     arrays_by_name = {
         name: jnp.asarray(array) for name, array in arrays.items() if array is not None
@@ -237,7 +242,8 @@ def _execute(
 ) -> PipelineSums:
     """Execute the pipeline; parameters are cut into chunks outside of the region."""
     check_call(model, rows.about.context["tokens"][0], execution)
-    stages, pipeline = execution.mesh.stage, execution.pipeline
+    stages = execution.mesh.stage
+    pipeline = execution.pipeline
     if has_backward:
         schedule = pipeline.schedule(stages, micro_batches, paths)
     else:
@@ -317,7 +323,8 @@ def _out_specs(
 
 def _in_chunks(params: Any, model: ModelConfig, execution: ExecutionConfig) -> Any:
     """Return parameters whose staged scan is [chunks, layers of a chunk on all stages ...]."""
-    name, chunks = ModelParts.of(model).staged.name, execution.pipeline.chunks
+    name = ModelParts.of(model).staged.name
+    chunks = execution.pipeline.chunks
 
     def cut(x: Array) -> Array:
         spec = (None, *jax.typeof(x).sharding.spec)
@@ -377,7 +384,8 @@ def _statistics(
     sums: PipelineSums, model: ModelConfig, execution: ExecutionConfig
 ) -> RouterStatistics | None:
     """Return the routing statistics of the step, stacked over the MoE layers."""
-    parts, placement = ModelParts.of(model), execution.placement
+    parts = ModelParts.of(model)
+    placement = execution.placement
 
     def join(leaf: Array) -> Array:
         placed = placement.place(leaf, (None,) * leaf.ndim)

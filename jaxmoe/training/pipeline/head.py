@@ -88,10 +88,12 @@ def head_loss(
         has_gradient: Whether the gradients are computed.
         used: Returns the parameters as products read them.
     """
-    length, placement = stream.shape[1], execution.placement
+    length = stream.shape[1]
+    placement = execution.placement
     chunk = chunk_length(execution, length)
     local = -(-chunk // axis_devices(placement, ax.ACT_SEQ))
-    norm, matrix = {"final_norm": params["final_norm"]}, dict(params)
+    norm = {"final_norm": params["final_norm"]}
+    matrix = dict(params)
     del matrix["final_norm"]
 
     def copies(matrix: dict[str, Any]) -> Array:
@@ -194,7 +196,8 @@ def _loss_of_positions(
 
     `params` are the norm and the copies of the head.
     """
-    placement, rows = execution.placement, (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    placement = execution.placement
+    rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     gathered = stream_positions(placement)
 
     def multiply(hidden: Array, weight: Array, *, batch_axes: tuple[str, ...]) -> Array:

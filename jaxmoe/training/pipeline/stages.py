@@ -148,7 +148,8 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
             micro-batches, or another choice needs the layers of all stages at once.
     """
     combinations.check(model=model, execution=execution)
-    stages, pipeline = execution.mesh.stage, execution.pipeline
+    stages = execution.mesh.stage
+    pipeline = execution.pipeline
     if stages == 1:
         return
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)

@@ -63,16 +63,21 @@ from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 def _attend_kernel(
     q_ref, k_ref, v_ref, order_ref, counts_ref, *refs, static, tiles, q_blocks,
 ):  # fmt: skip
-    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("n")
-    rules, registers, group_of = static.rules, static.registers, jnp.int32(static.group)
+    sequence = jax.lax.axis_index("b")
+    head = jax.lax.axis_index("n")
+    rules = static.rules
+    registers = static.registers
+    group_of = jnp.int32(static.group)
     mask, refs = static.mask(refs, sequence)
     out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, full_q, full_k, full_v, *barriers = refs
     free_k, free_v, turn = barriers
     block = q_blocks - 1 - jax.lax.axis_index("i")
     warpgroup = jax.lax.axis_index("warpgroup")
     walk = Walk.of(order_ref, counts_ref, sequence, block)
-    passing, dtype = tiles.passing, k_smem.dtype
-    shape, width = (ROWS, passing), v_smem.shape[-1]
+    passing = tiles.passing
+    dtype = k_smem.dtype
+    shape = (ROWS, passing)
+    width = v_smem.shape[-1]
 
     def take_turn() -> None:
         plgpu.barrier_arrive(turn)
@@ -171,9 +176,13 @@ def attend(
     tiles = tiles_forward(q.shape[3], hv)
     assert tiles is not None  # checked by reason_against
     filled = fill_tokens(tokens)
-    q, k, v = fill(q), fill(k), fill(v)
+    q = fill(q)
+    k = fill(k)
+    v = fill(v)
     lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, tiles.passing)))
-    blocks, h, wide = q.shape[1] // KEPT, q.shape[3], v.shape[3]
+    blocks = q.shape[1] // KEPT
+    h = q.shape[3]
+    wide = v.shape[3]
     ring = plgpu.Barrier(num_barriers=tiles.stages)
     free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiles.stages)
     out, lse = call(

@@ -46,22 +46,28 @@ def _d_q_kernel(
     q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, static,
     tiles, q_blocks,
 ):  # fmt: skip
-    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("n")
-    rules, registers, group_of = static.rules, static.registers, jnp.int32(static.group)
+    sequence = jax.lax.axis_index("b")
+    head = jax.lax.axis_index("n")
+    rules = static.rules
+    registers = static.registers
+    group_of = jnp.int32(static.group)
     mask, refs = static.mask(refs, sequence)
     d_q_ref, q_smem, d_out_smem, k_smem, v_smem, full_q, full, free = refs
     block = q_blocks - 1 - jax.lax.axis_index("i")
     warpgroup = jax.lax.axis_index("warpgroup")
     walk = Walk.of(order_ref, counts_ref, sequence, block)
-    passing, dtype = tiles.passing, k_smem.dtype
+    passing = tiles.passing
+    dtype = k_smem.dtype
     shape = (ROWS, passing)
 
     @pl.when(warpgroup < COMPUTING)
     def _compute():
         plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         start = block * KEPT + warpgroup * ROWS
-        rows, ready = pl.ds(start, ROWS), full_q.at[warpgroup]
-        q, d_out = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
+        rows = pl.ds(start, ROWS)
+        ready = full_q.at[warpgroup]
+        q = q_smem.at[warpgroup]
+        d_out = d_out_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[sequence, rows, head], q, ready)
         plgpu.copy_gmem_to_smem(d_out_ref.at[sequence, rows, head], d_out, ready)
         lse = registers.load(lse_ref.at[sequence, head, rows], 0)
@@ -103,23 +109,30 @@ def _d_kv_kernel(
     q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, counts_ref, *refs, static,
     tiles, names,
 ):  # fmt: skip
-    sequence, head = jax.lax.axis_index("b"), jax.lax.axis_index("m")
-    rules, registers, group = static.rules, static.registers, static.group
+    sequence = jax.lax.axis_index("b")
+    head = jax.lax.axis_index("m")
+    rules = static.rules
+    registers = static.registers
+    group = static.group
     mask, refs = static.mask(refs, sequence)
-    results, refs = refs[: len(names)], refs[len(names) :]
+    results = refs[: len(names)]
+    refs = refs[len(names) :]
     k_smem, v_smem, q_smem, d_out_smem, lse_smem, delta_smem, full_k, full, free = refs
     block = jax.lax.axis_index("i")
     warpgroup = jax.lax.axis_index("warpgroup")
     walk = Walk.of(order_ref, counts_ref, sequence, block, heads=group)
-    passing, dtype = tiles.passing, k_smem.dtype
+    passing = tiles.passing
+    dtype = k_smem.dtype
     shape = (ROWS, passing)
 
     @pl.when(warpgroup < COMPUTING)
     def _compute():
         plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         start = block * KEPT + warpgroup * ROWS
-        rows, ready = pl.ds(start, ROWS), full_k.at[warpgroup]
-        k, v = k_smem.at[warpgroup], v_smem.at[warpgroup]
+        rows = pl.ds(start, ROWS)
+        ready = full_k.at[warpgroup]
+        k = k_smem.at[warpgroup]
+        v = v_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(k_ref.at[sequence, rows, head], k, ready)
         plgpu.copy_gmem_to_smem(v_ref.at[sequence, rows, head], v, ready)
         plgpu.barrier_wait(ready)
@@ -127,7 +140,8 @@ def _d_kv_kernel(
         def step(at: Array, sums: Any, is_masked: bool) -> Any:
             slot = slot_of(at, tiles.stages)
             plgpu.barrier_wait(full.at[slot])
-            q, d_out = q_smem.at[slot], d_out_smem.at[slot]
+            q = q_smem.at[slot]
+            d_out = d_out_smem.at[slot]
             pairs = ((k, q), (v, d_out)) if "k" in names else ((k, q),)
             products, *d_weights = registers.products(shape, *pairs)
             logits = logits_of(products, rules)
@@ -153,7 +167,8 @@ def _d_kv_kernel(
     @pl.when(warpgroup == COMPUTING)
     def _load():
         def copies(block: Array, member: Array, slot: Array) -> None:
-            rows, q_head = pl.ds(block * passing, passing), head * group + member
+            rows = pl.ds(block * passing, passing)
+            q_head = head * group + member
             for ref, smem in ((q_ref, q_smem), (d_out_ref, d_out_smem)):
                 source = ref.at[sequence, rows, q_head]
                 plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
@@ -174,12 +189,16 @@ def differentiate(
     tiles = tiles_backward(h, hv)
     assert tiles is not None  # checked by reason_against
     filled = fill_tokens(tokens)
-    q, k, v, d_out = fill(q), fill(k), fill(v), fill(d_out)
+    q = fill(q)
+    k = fill(k)
+    v = fill(v)
+    d_out = fill(d_out)
     # Weights are 0 where a query sees no key; -inf - -inf would be NaN.
     lse = fill_last(jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E)
     arrays = (q, k, v, d_out, lse, fill_last(delta))
     static = AttentionCall.of(operands, interpret)
-    q_blocks, kv_blocks = q.shape[1] // KEPT, k.shape[1] // KEPT
+    q_blocks = q.shape[1] // KEPT
+    kv_blocks = k.shape[1] // KEPT
     by_query, by_key = tiles
     key_slots = tuple(shared((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))
     all_computed = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
@@ -221,5 +240,6 @@ def differentiate(
             interpret,
         )
         d_kv |= zip(names, results, strict=True)
-    d_k, d_v = d_kv["k"], d_kv["v"]
+    d_k = d_kv["k"]
+    d_v = d_kv["v"]
     return d_q[:, :s, :, :h], d_k[:, :u, :, :h], d_v[:, :u, :, :hv]

@@ -41,7 +41,8 @@ def reason_against(dtype: Any, h: int, hv: int, *, backward: bool) -> str | None
 
 def tiles_forward(h: int, hv: int) -> Tiles | None:
     """Return the tiles of the forward pass, keys h and values hv wide; None where none fits."""
-    h, hv = filled_width(h), filled_width(hv)
+    h = filled_width(h)
+    hv = filled_width(hv)
     if max(h, hv) > 256:
         return None
     resident_bytes = 2 * KEPT * (h + (0 if h == hv else hv))
@@ -54,7 +55,8 @@ def tiles_forward(h: int, hv: int) -> Tiles | None:
 
 def tiles_backward(h: int, hv: int) -> tuple[Tiles, Tiles] | None:
     """Return the tiles of d_q, and of d_k and d_v; None where sums do not fit registers."""
-    h, hv = filled_width(h), filled_width(hv)
+    h = filled_width(h)
+    hv = filled_width(hv)
     if h + hv > 320:
         return None
     resident_bytes = 2 * KEPT * (h + hv)

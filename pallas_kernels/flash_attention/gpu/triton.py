@@ -182,14 +182,16 @@ def _mask(rules: Rules, tokens: Tokens, num_keys: int, q: Any, k: Any, q_axis: i
     k_position = k_index if k_ref is None else k_ref[k]
     q_segment = None if q_segment_ref is None else along(q_segment_ref[q], q_axis)
     k_segment = None if k_segment_ref is None else along(k_segment_ref[k], 1 - q_axis)
-    q_position, k_position = along(q_position, q_axis), along(k_position, 1 - q_axis)
+    q_position = along(q_position, q_axis)
+    k_position = along(k_position, 1 - q_axis)
     is_visible = sees(rules, q_position, k_position, q_segment, k_segment)
     return is_visible & along(k_index < num_keys, 1 - q_axis)
 
 
 def _through(lists: BlockLists, step: Callable[..., Any], carry: Any) -> Any:
     """Fold step(block, carry, is_masked) over the list: WHOLE blocks, then MASKED ones."""
-    num_unmasked, met = lists.counts[0], lists.counts[1]
+    num_unmasked = lists.counts[0]
+    met = lists.counts[1]
     for start, end, is_masked in ((0, num_unmasked, False), (num_unmasked, met, True)):
         carry = jax.lax.fori_loop(
             start,
@@ -234,7 +236,10 @@ def _attend_kernel(q_ref, k_ref, v_ref, lists, tokens, out_ref, lse_ref, *, rule
 def _d_q_kernel(
     q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, lists, tokens, d_q_ref, *, rules, blocks, u
 ):
-    q, d_out, lse, delta = q_ref[...], d_out_ref[...], lse_ref[...], delta_ref[...]
+    q = q_ref[...]
+    d_out = d_out_ref[...]
+    lse = lse_ref[...]
+    delta = delta_ref[...]
     program_rows = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
 
     def step(block: Array, d_q: Array, is_masked: bool) -> Array:
@@ -257,14 +262,16 @@ def _d_kv_kernel(
     q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, lists, tokens, d_k_ref, d_v_ref,
     *, rules, blocks, u,
 ):  # fmt: skip
-    k, v = k_ref[...], v_ref[...]
+    k = k_ref[...]
+    v = v_ref[...]
     program_rows = pl.ds(pl.program_id(0) * blocks.kept, blocks.kept)
 
     def one_head(head: Array, sums: Any) -> Any:
         def step(block: Array, sums: Any, is_masked: bool) -> Any:
             d_k, d_v = sums
             queries = pl.ds(block * blocks.passing, blocks.passing)
-            q, d_out = q_ref[queries, head, :], d_out_ref[queries, head, :]
+            q = q_ref[queries, head, :]
+            d_out = d_out_ref[queries, head, :]
             logits = capped_logits(dot(k, q, 1, 1), rules)
             weights = jnp.exp2(logits - lse_ref[head, queries][None, :])
             if is_masked:
@@ -289,7 +296,8 @@ def attend(
     """Return what `pallas_kernels.flash_attention` returns."""
     blocks, _ = _block_sizes(*_widths(operands))
     out, lse = _call(_attend_kernel, operands, (), blocks, ("out", "lse"), interpret)
-    s, hv = operands.q.shape[1], operands.v.shape[3]
+    s = operands.q.shape[1]
+    hv = operands.v.shape[3]
     return out[:, :s, :, :hv], lse[:, :, :s]
 
 
@@ -322,15 +330,20 @@ def _call(
 ) -> tuple[Array, ...]:
     """Run a kernel whose programs write blocks of queries, or of keys where `outputs` has "d_k"."""
     q, k, v, tokens, rules = operands
-    sizes, by_key = _TritonSizes.of(q, k, v), "d_k" in outputs
+    sizes = _TritonSizes.of(q, k, v)
+    by_key = "d_k" in outputs
     block_q, block_k = (blocks.passing, blocks.kept) if by_key else (blocks.kept, blocks.passing)
     kinds = kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (block_q, block_k))
     lists = listed(kinds.swapaxes(1, 2) if by_key else kinds)
-    q, k, v = _fill(q, block_q), _fill(k, block_k), _fill(v, block_k)
-    filled, group = _TritonSizes.of(q, k, v), sizes.n // sizes.m
+    q = _fill(q, block_q)
+    k = _fill(k, block_k)
+    v = _fill(v, block_k)
+    filled = _TritonSizes.of(q, k, v)
+    group = sizes.n // sizes.m
     queries: Callable[[int], pl.BlockSpec] = functools.partial(_one_block, blocks.kept)
     keys: Callable[[int], pl.BlockSpec] = functools.partial(_all_keys, filled.u, group)
-    per_query, grid = _per_row(blocks.kept), (filled.s // blocks.kept, sizes.b, sizes.n)
+    per_query = _per_row(blocks.kept)
+    grid = (filled.s // blocks.kept, sizes.b, sizes.n)
     if by_key:
         queries, keys = functools.partial(_all_queries, filled.s, group), queries
         per_query = pl.BlockSpec((None, group, filled.s), lambda i, b, m: (b, m, 0))

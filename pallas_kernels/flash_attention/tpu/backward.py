@@ -45,7 +45,8 @@ def differentiate(
     plan = make_plan(sizes, tokens, rules)
     # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    lse, delta = sizes.to_statistics(lse), sizes.to_statistics(delta)
+    lse = sizes.to_statistics(lse)
+    delta = sizes.to_statistics(delta)
     arrays = (
         *(plan.row_bounds, plan.key_bounds),
         *(sizes.to_rows(q), sizes.to_keys(k), sizes.to_keys(v), sizes.to_rows(d_out)),

@@ -73,7 +73,8 @@ def block_sizes(
     """
     rows, keys = next((sizes for limit, sizes in TABLE if width <= limit), SMALLEST)
     if itemsize > 2:
-        rows, keys = max(rows // 2, LANES), max(keys // 2, LANES)
+        rows = max(rows // 2, LANES)
+        keys = max(keys // 2, LANES)
     longest = max(rows // g, SUBLANES)
     # With very many heads, or a number of them that is not a power of 2: a tile of the same area.
     keys = max(rows * keys // max(rows, g * longest) // LANES * LANES, LANES)
@@ -246,7 +247,8 @@ def make_plan(sizes: Sizes, tokens: Tokens, rules: Rules) -> BlockPlan:
     static = _visits(np, sizes, counted, rules)
     counts_from_0 = tokens.q_positions is None and tokens.kv_positions is None
     if all(x is None for x in tokens):
-        marks, visits = counted, static
+        marks = counted
+        visits = static
     else:
         xp = jnp if any(isinstance(x, jax.Array) for x in tokens) else np
         marks = _marks(xp, sizes, tokens)
@@ -289,7 +291,8 @@ def _marks(xp: ModuleType, sizes: Sizes, tokens: Tokens) -> tuple[Any, Any]:
 
 def _visits(xp: ModuleType, sizes: Sizes, marks: tuple[Any, Any], rules: Rules) -> tuple[Any, Any]:
     """Return the records [b' blocks RECORD] of rows and of keys."""
-    rows, keys = _bounds(xp, marks[0]), _bounds(xp, marks[1])
+    rows = _bounds(xp, marks[0])
+    keys = _bounds(xp, marks[1])
     by_row = Bounds(*(x[:, :, None] for x in rows))
     by_key = Bounds(*(x[:, None, :] for x in keys))
     seen = may_see(rules, by_row, by_key)  # b', blocks of rows, blocks of keys
@@ -299,7 +302,8 @@ def _visits(xp: ModuleType, sizes: Sizes, marks: tuple[Any, Any], rules: Rules) 
 
 def _bounds(xp: ModuleType, marks: Any) -> Bounds:
     """Return bounds, [b' blocks] each."""
-    low, high = marks.min(-1), marks.max(-1)
+    low = marks.min(-1)
+    high = marks.max(-1)
     if marks.shape[2] == 1:
         same = xp.zeros_like(low[:, :, 0])
         return Bounds(low[:, :, 0], high[:, :, 0], same, same)
@@ -308,7 +312,8 @@ def _bounds(xp: ModuleType, marks: Any) -> Bounds:
 
 def _range(xp: ModuleType, seen: Any) -> tuple[Any, Any]:
     """Return the first and last block that may be seen; 0 and -1 where there is none."""
-    sees_any, number = seen.any(-1), seen.shape[-1]
+    sees_any = seen.any(-1)
+    number = seen.shape[-1]
     first = xp.where(sees_any, seen.argmax(-1), 0)
     last = xp.where(sees_any, number - 1 - seen[..., ::-1].argmax(-1), -1)
     return first.astype(np.int32), last.astype(np.int32)

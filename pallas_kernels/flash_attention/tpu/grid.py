@@ -79,7 +79,8 @@ class Grid(NamedTuple):
         """Return the blocks (of rows, of keys) of a step, and whether it is within the range."""
         bounds = row_bounds if self.by == "rows" else key_bounds
         start = self.record(b, at, self.by)
-        first, last = bounds[start + 4], bounds[start + 5]
+        first = bounds[start + 4]
+        last = bounds[start + 5]
         column = jnp.clip(first + step, 0, jnp.maximum(last, 0))
         pair = (at, column) if self.by == "rows" else (column, at)
         return *pair, first + step <= last
@@ -190,7 +191,9 @@ def when_seen(
         key_bounds: Records of the blocks of keys, in scalar memory.
         compute: Called with the index of the block of keys, or with None where no mask is needed.
     """
-    b, at, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    b = pl.program_id(0)
+    at = pl.program_id(2)
+    step = pl.program_id(3)
     row_block, key_block, is_within = grid.blocks(b, at, step, row_bounds, key_bounds)
     start = grid.record(b, row_block, "rows")
     rows = Bounds(*(row_bounds[start + i] for i in range(4)))

@@ -79,7 +79,8 @@ def _multiply_kernel(
     out_ref, rows_smem, weights_smem, staged, cut, full, free = refs
     warpgroup = jax.lax.axis_index("warpgroup")
     ring = Ring(stages=tiles.stages, full=full, free=free)
-    depth, columns = tiles.depth, tiles.columns
+    depth = tiles.depth
+    columns = tiles.columns
     shape = (ROWS, columns)
 
     tile_of = functools.partial(place_of, tiles_ref, count_ref, tiles, steps, num_groups)
@@ -124,7 +125,8 @@ def _multiply_kernel(
 
     def load(index: Array, first: Array) -> Array:
         at, column, own_steps = tile_of(index)
-        group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], 8)
+        group = tiles_ref[at, 0]
+        row = pl.multiple_of(tiles_ref[at, 1], 8)
 
         @pl.loop(0, own_steps)
         def _step(step: Array) -> None:
@@ -168,11 +170,15 @@ def multiply(
 def _multiply(
     factors: Operands, group_sizes: Array, is_turned: bool, out_dtype: Any, interpret: Any
 ) -> Array:
-    rows, weights, blocks = factors.rows, factors.weights, factors.blocks
+    rows = factors.rows
+    weights = factors.weights
+    blocks = factors.blocks
     depth = LINE // rows.dtype.itemsize
     if depth > ROWS and not is_turned:  # contiguous along the sum
-        weights, is_turned = weights.swapaxes(1, 2), True
-    num_rows, width = rows.shape[0], weights.shape[1 if is_turned else 2]
+        weights = weights.swapaxes(1, 2)
+        is_turned = True
+    num_rows = rows.shape[0]
+    width = weights.shape[1 if is_turned else 2]
     rows = _filled_rows(rows, depth)
     weights = filled(weights, 1, *((64, depth) if is_turned else (depth, 64)))
     wide = weights.shape[1 if is_turned else 2]

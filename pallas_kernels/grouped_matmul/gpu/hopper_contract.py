@@ -46,7 +46,8 @@ def _contract_kernel(
 ):  # fmt: skip
     warpgroup = jax.lax.axis_index("warpgroup")
     ring = Ring(stages=tiles.stages, full=full, free=free)
-    depth, columns = tiles.depth, tiles.columns
+    depth = tiles.depth
+    columns = tiles.columns
     num_rows = rows_ref.shape[0]
     groups, height, _ = out_ref.shape
     per_group = height // TILE * tiles.num_columns
@@ -59,7 +60,8 @@ def _contract_kernel(
 
     def steps_of(group: Array) -> tuple[Array, Array]:
         """Return the first row to read of a group, and the number of steps."""
-        start, end = starts_ref[group], ends_ref[group]
+        start = starts_ref[group]
+        end = ends_ref[group]
         begin = jax.lax.div(start, jnp.int32(ALIGNED)) * ALIGNED
         steps = jax.lax.div(end - begin + (depth - 1), jnp.int32(depth))
         return begin, jnp.where(end > start, steps, 0)
@@ -140,10 +142,14 @@ def contract(
     factors = operands_of(rows, others, is_turned=False)
     if factors.blocks:
         factors = factors.widened()
-    is_scaled, rows, others = factors.blocks > 0, factors.rows, factors.weights
-    height, width = rows.shape[1], others.shape[1]
+    is_scaled = factors.blocks > 0
+    rows = factors.rows
+    others = factors.weights
+    height = rows.shape[1]
+    width = others.shape[1]
     starts, ends = spans_of(rows.shape[0], group_sizes)
-    rows, others = filled(rows, 8, TILE), filled(others, 8, 64)
+    rows = filled(rows, 8, TILE)
+    others = filled(others, 8, 64)
     more = max(0, TILE - rows.shape[0])
     rows, others = (jnp.pad(x, [(0, more), (0, 0)]) if more else x for x in (rows, others))
     tiles = tiles_for(others.shape[1], rows.dtype)

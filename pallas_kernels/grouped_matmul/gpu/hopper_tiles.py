@@ -145,7 +145,8 @@ def place_of(
         index: Index of the tile.
     """
     panel = count[0] * tiles.panel
-    offset, width = jax.lax.rem(index, panel), jnp.int32(tiles.panel)
+    offset = jax.lax.rem(index, panel)
+    width = jnp.int32(tiles.panel)
     column = jax.lax.div(index, panel) * tiles.panel + jax.lax.rem(offset, width)
     at = jax.lax.div(offset, width)
     return at, column * tiles.step, jnp.where(rows[at, 0] < groups, steps, 0)
@@ -193,7 +194,8 @@ def reason_against(
         block_size: Length of the sums between scales; None where there is one block.
         is_contraction: Whether the sum runs over rows.
     """
-    rows, others = jnp.dtype(rows), jnp.dtype(others)
+    rows = jnp.dtype(rows)
+    others = jnp.dtype(others)
     is_integer = jnp.issubdtype(rows, jnp.integer)
     if rows.itemsize > 2:
         return f"WGMMA kernels take numbers of 16 and 8 bits, not {rows.name}"

@@ -109,7 +109,8 @@ def _widened_kernel(
 
     def load(index: Array, first: Array) -> Array:
         at, column, own_steps = tile_of(index)
-        group, row = tiles_ref[at, 0], pl.multiple_of(tiles_ref[at, 1], ALIGNED)
+        group = tiles_ref[at, 0]
+        row = pl.multiple_of(tiles_ref[at, 1], ALIGNED)
 
         @pl.loop(0, own_steps)
         def _step(step: Array) -> None:

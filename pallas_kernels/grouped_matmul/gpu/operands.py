@@ -77,10 +77,8 @@ def operands_of(rows: Any, weights: Any, *, is_turned: bool) -> Operands:
     row_values = _values(rows) if isinstance(rows, QuantizedArray) else rows
     weight_values = _values(weights) if isinstance(rows, QuantizedArray) else weights.values
     if isinstance(rows, QuantizedArray) and row_values.dtype != weight_values.dtype:
-        row_values, weight_values = (
-            row_values.astype(jnp.bfloat16),
-            weight_values.astype(jnp.bfloat16),
-        )
+        row_values = row_values.astype(jnp.bfloat16)
+        weight_values = weight_values.astype(jnp.bfloat16)
     if weights.ndim == 2:
         scale = weights.scales.astype(jnp.float32)
         return Operands(

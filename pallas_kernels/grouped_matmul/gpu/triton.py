@@ -131,7 +131,8 @@ def _multiply(
     out_dtype: Any,
     interpret: bool,
 ) -> Array:
-    num_rows, width = factors.rows.shape[0], factors.weights.shape[1 if is_turned else 2]
+    num_rows = factors.rows.shape[0]
+    width = factors.weights.shape[1 if is_turned else 2]
     rows = _filled_rows(factors.rows, blocks.rows, blocks.depth)
     inner, outer = (blocks.columns, blocks.depth) if is_turned else (blocks.depth, blocks.columns)
     weights = filled(factors.weights, 1, inner, outer)
@@ -162,7 +163,8 @@ def _multiply(
 
 def _contract_kernel(starts_ref, ends_ref, rows_ref, others_ref, out_ref, *, blocks):
     group = pl.program_id(0)
-    start, end = starts_ref[group], ends_ref[group]
+    start = starts_ref[group]
+    end = ends_ref[group]
     left = pl.ds(pl.program_id(1) * blocks.rows, blocks.rows)
     right = pl.ds(pl.program_id(2) * blocks.columns, blocks.columns)
     depth = blocks.depth
@@ -195,9 +197,11 @@ def contract(
 ) -> Array:
     """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     factors = _readable(operands_of(rows, others, is_turned=False))
-    x, y = factors.rows, factors.weights
+    x = factors.rows
+    y = factors.weights
     y = y.astype(x.dtype)
-    height, width = x.shape[1], y.shape[1]
+    height = x.shape[1]
+    width = y.shape[1]
     blocks = _block_sizes(x.dtype.itemsize)
     starts, ends = spans_of(x.shape[0], group_sizes)
     x = _filled_rows(x, blocks.depth, blocks.rows)
@@ -218,7 +222,8 @@ def contract(
 
 def _readable(factors: Operands) -> Operands:
     """Return int4 as int8, float8 as bfloat16 or as the rows, which Triton reads on every GPU."""
-    rows, weights = factors.rows, factors.weights
+    rows = factors.rows
+    weights = factors.weights
     if not (rows.dtype.itemsize == 1 and jnp.issubdtype(rows.dtype, jnp.floating)):
         if weights.dtype == jnp.int4:
             weights = weights.astype(jnp.int8)

@@ -115,8 +115,10 @@ def _kernel(
 ) -> None:
     del read, write
     rows, others, *scale, out, sums = refs
-    visit, last = pl.program_id(2), pl.num_programs(2) - 1
-    first_row, end_row = low[visit], high[visit]
+    visit = pl.program_id(2)
+    last = pl.num_programs(2) - 1
+    first_row = low[visit]
+    end_row = high[visit]
     tile = call.tile
     is_whole = (first_row == 0) & (end_row == tile.rows)
 
@@ -135,7 +137,8 @@ def _kernel(
     @pl.when((first_row < end_row) & ~is_whole)
     def _():
         def add_piece(at: Any, is_own: Any) -> None:
-            left, right = rows[at, :], others[at, :]
+            left = rows[at, :]
+            right = others[at, :]
             add(_kept(left, is_own), _kept(right, is_own))
 
         over_pieces(tile.rows, 1, first_row, end_row, add_piece)

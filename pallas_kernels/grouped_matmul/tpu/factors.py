@@ -79,12 +79,14 @@ def factors_of(
         # Parts that share one sum cannot be scaled at the end.
         mode = "tile" if varies or rows.ndim == 3 and rows.shape[0] > 1 else "end"
         return _floating(rows, weights, mode, is_turned=is_turned)
-    values, scales = rows.values, rows.scales.astype(jnp.float32)
+    values = rows.values
+    scales = rows.scales.astype(jnp.float32)
     dtypes = dtypes_of(values.dtype, weights.values.dtype)
     if rows.num_blocks == 1 and not varies:
         columns = _columns(weights, 2 if is_turned else 3).astype(jnp.float32)
         if rows.axis is None:
-            columns, scales = columns * scales.reshape(1, 1, 1, 1), None
+            columns = columns * scales.reshape(1, 1, 1, 1)
+            scales = None
         return Factors(_in_parts(values), weights.values, "end", dtypes, scales, columns)
     powers = _are_powers(rows) and _are_powers(weights)
     chunk = math.gcd(*(x.shape[-1 if x is rows else -2] // x.num_blocks for x in (rows, weights)))

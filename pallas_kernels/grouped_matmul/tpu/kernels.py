@@ -65,7 +65,8 @@ def _contract(
             scale=(rows.scales.astype(jnp.float32) * others.scales.astype(jnp.float32))[0, 0],
         )
     else:
-        wide, right = constant(rows), constant(others)
+        wide = constant(rows)
+        right = constant(others)
         out = contract_parts(wide, right[None], group_sizes, out_dtype=out_dtype)
     return out[:, 0]
 

@@ -192,7 +192,8 @@ def _tile(
 
 def _operands(call: _MultiplyCall) -> tuple[list[Array], list[pl.BlockSpec]]:
     """Return rows, matrices and scales, with their block specs."""
-    f, tile = call.factors, call.tile
+    f = call.factors
+    tile = call.tile
     across, along = (tile.out, tile.summed) if call.is_turned else (tile.summed, tile.out)
 
     def rows(o: Any, v: Any, s: Any, group: Any, read: Any, *scalars: Any) -> Any:
@@ -239,9 +240,11 @@ def _operands(call: _MultiplyCall) -> tuple[list[Array], list[pl.BlockSpec]]:
 def _kernel(
     group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _MultiplyCall
 ) -> None:
-    f, tile = call.factors, call.tile
+    f = call.factors
+    tile = call.tile
     operands = iter(refs)
-    rows, weights = next(operands), next(operands)
+    rows = next(operands)
+    weights = next(operands)
     more = [next(operands) for _ in f.more]
     row_scales: Any = next(operands) if f.row_scales is not None else None
     weight_scales: Any = next(operands) if f.weight_scales is not None else None
@@ -249,9 +252,11 @@ def _kernel(
     outs = [next(operands) for _ in range(call.num_outs)]
     matrices: Any = next(operands) if call.is_decoded else weights
     totals: Any = next(operands) if call.steps > 1 else None
-    visit, step = pl.program_id(1), pl.program_id(2)
+    visit = pl.program_id(1)
+    step = pl.program_id(2)
     before = jnp.maximum(visit - 1, 0)
-    first_row, end_row = low[visit], high[visit]
+    first_row = low[visit]
+    end_row = high[visit]
     is_whole = (first_row == 0) & (end_row == tile.rows)
     has_rows = first_row < end_row
 
@@ -262,7 +267,8 @@ def _kernel(
         @pl.when(has_rows & is_new)
         def _():
             for part in range(call.parts):
-                values, scales = weights[part], None
+                values = weights[part]
+                scales = None
                 if f.mode == "tile":
                     scales = weight_scales[part]
                 matrices[part] = times_scales(values, scales, f.dtypes[1])
@@ -373,7 +379,8 @@ def _product(
         return dot(x, matrices[part], contracted)
     number = weight_scales.shape[1]
     size = call.tile.summed // number
-    scales, total = row_scales[at, :], None
+    scales = row_scales[at, :]
+    total = None
     for i in range(number):
         piece_slice = slice(i * size, (i + 1) * size)
         piece = dot(x[:, piece_slice], matrices[part, piece_slice, :], contracted).astype(

@@ -54,7 +54,8 @@ def times_scales(values: Array, scales: Float[Array, "c n"] | None, dtype: Any) 
         # Each of these dtypes holds integers of 4 and 8 bits, and float8.
         return values.astype(dtype)
     blocks, (k, n) = scales.shape[0], values.shape
-    wide, scales = values.astype(jnp.float32), scales.astype(jnp.float32)
+    wide = values.astype(jnp.float32)
+    scales = scales.astype(jnp.float32)
     if blocks == 1:
         return (wide * scales).astype(dtype)
     wide = wide.reshape(blocks, k // blocks, n) * scales[:, None, :]

@@ -47,7 +47,8 @@ from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled
 from pallas_kernels.quantized_matmul.gpu.tiles import STEP_FEW_BITS, QuantizedTiles, tiles_few_bits
 
 # Columns that are moved at a time, and columns that are written at a time.
-_MOVED, _PIECE = 128, 64
+_MOVED = 128
+_PIECE = 64
 # Tiles along n that programs take before the next tiles along m.
 _WIDE = 8
 
@@ -104,14 +105,16 @@ def _few_bits_kernel(
             totals = jax.lax.fori_loop(0, steps, move, zeros)
         else:
             operands = (x_smem, warpgroup_rows), (w_smem, None)
-            first, last = jnp.int32(0), jnp.int32(steps)
+            first = jnp.int32(0)
+            last = jnp.int32(steps)
             total = registers.sum_of(shape, ring, first, last, operands, (False, True))
             totals = (total.astype(jnp.float32),)
         ends = registers.load(x_end_ref.at[rows], 0)
         for at in range(tiles.columns // _PIECE):
             buffer = out_smem.at[warpgroup, at % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            total, first = totals[at * _PIECE // width], at * _PIECE % width
+            total = totals[at * _PIECE // width]
+            first = at * _PIECE % width
             piece = jax.lax.slice(total, (0, first), (ROWS, first + _PIECE))
             columns = pl.ds(column * tiles.columns + at * _PIECE, _PIECE)
             piece = piece * along(ends, (ROWS, _PIECE), 0)
@@ -153,12 +156,14 @@ def multiply(factors: Scaled, *, out_dtype: Any, interpret: Any = None) -> Array
         out_dtype: Dtype of the result.
         interpret: Interpreter for the CPU.
     """
-    m, n = factors.x.shape[0], factors.w.shape[1]
+    m = factors.x.shape[0]
+    n = factors.w.shape[1]
     is_integer = jnp.issubdtype(factors.w.dtype, jnp.integer)
     tiles = tiles_few_bits(m, n, factors.block, jnp.dtype(out_dtype).itemsize)
     factors = filled(factors, m=tiles.rows, n=tiles.columns, k=STEP_FEW_BITS)
     dtype = jnp.int8 if is_integer else factors.w.dtype
-    x, w = factors.x.astype(dtype), factors.w.astype(dtype).T
+    x = factors.x.astype(dtype)
+    w = factors.w.astype(dtype).T
     ends = factors.ends()
     sums = jnp.int32 if is_integer else jnp.float32
     out = _call(x, w, ends, factors, tiles, sums, out_dtype, interpret)
@@ -175,7 +180,9 @@ def _call(
     out_dtype: Any,
     interpret: Any,
 ) -> Array:
-    m, n, stages = x.shape[0], w.shape[0], tiles.stages
+    m = x.shape[0]
+    n = w.shape[0]
+    stages = tiles.stages
     tables = (factors.x_blocks, factors.w_blocks)
     has_x, has_w = (table is not None for table in tables)
     (out,) = call(

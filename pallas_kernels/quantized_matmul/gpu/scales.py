@@ -44,7 +44,8 @@ class Scaled:
         """Return the factors of a call, with blocks of both that `block` divides."""
         x_blocks = w_blocks = x_end = None
         if isinstance(x, QuantizedArray):
-            x_blocks, x_end = _table(x, block, x.scales.T), _end(x)
+            x_blocks = _table(x, block, x.scales.T)
+            x_end = _end(x)
         w_end = _end(w)
         w_blocks = _table(w, block, w.scales)
         return cls(
@@ -93,7 +94,8 @@ def _end(x: QuantizedArray) -> Array | None:
 
 def filled(factors: Scaled, *, m: int = 1, k: int = 1, n: int = 1) -> Scaled:
     """Pad sizes to whole tiles, with zeros and scales of 1."""
-    more_m, more_n = -factors.x.shape[0] % m, -factors.w.shape[1] % n
+    more_m = -factors.x.shape[0] % m
+    more_n = -factors.w.shape[1] % n
     more_k = -factors.x.shape[1] % k
     if not (more_m or more_n or more_k):
         return factors

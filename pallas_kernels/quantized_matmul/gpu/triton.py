@@ -62,16 +62,19 @@ def multiply(
         out_dtype: Dtype of the result.
         interpret: Whether to run on the CPU.
     """
-    m, n = factors.x.shape[0], factors.w.shape[1]
+    m = factors.x.shape[0]
+    n = factors.w.shape[1]
     is_integer = not factors.is_floating and jnp.issubdtype(factors.w.dtype, jnp.integer)
     narrow = jnp.int8 if is_integer else jnp.bfloat16
     dtype = jnp.dtype(factors.x.dtype if factors.is_floating else narrow)
     tiles = _tiles(m, dtype, factors.block)
     factors = filled(factors, m=tiles.m, n=tiles.n, k=tiles.k)
-    x, w = factors.x, factors.w
+    x = factors.x
+    w = factors.w
     if not has_float8:
         x, w = (_without_float8(a) for a in (x, w))
-    ends, tables = factors.ends(), (factors.x_blocks, factors.w_blocks)
+    ends = factors.ends()
+    tables = (factors.x_blocks, factors.w_blocks)
     k = x.shape[1]
     arrays = (x, w, *ends, *(table for table in tables if table is not None))
     specs = [
@@ -114,7 +117,8 @@ def _kernel(x_ref, w_ref, x_end_ref, w_end_ref, *refs, tiles, block, has_x, has_
 
     def add(step: Any, total: Array) -> Array:
         part = pl.ds(step * tiles.k, tiles.k)
-        x, w = _as(x_ref[:, part], dtype), _as(w_ref[part, :], dtype)
+        x = _as(x_ref[:, part], dtype)
+        w = _as(w_ref[part, :], dtype)
         return total + jax.lax.dot_general(
             x,
             w,

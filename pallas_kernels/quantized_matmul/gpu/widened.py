@@ -204,7 +204,8 @@ def multiply(factors: Scaled, *, exact: int | None, out_dtype: Any, interpret: A
         out_dtype: Dtype of the result.
         interpret: Interpreter for the CPU.
     """
-    m, n = factors.x.shape[0], factors.w.shape[1]
+    m = factors.x.shape[0]
+    n = factors.w.shape[1]
     factors = filled(factors, k=STEP, n=128)
     wide_k, wide_n = factors.w.shape
     bits = _bits(factors.w.dtype)
@@ -223,7 +224,8 @@ def _call(
     x: Array, factors: Scaled, tiles: QuantizedTiles, sums: Any, bits: int, interpret: Any
 ) -> Array:
     (rows, k), n = x.shape, factors.w.shape[1]
-    stages, columns = tiles.stages, tiles.columns
+    stages = tiles.stages
+    columns = tiles.columns
     # TMA copies at least 128 bytes here.
     more = -tiles.rows % 32
     x_blocks = factors.x_blocks if factors.x_blocks is None else pad(factors.x_blocks, 0, more)

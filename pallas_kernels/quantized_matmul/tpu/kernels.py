@@ -102,7 +102,9 @@ def multiply_mixed(x: QuantizedArray, w: MixedArray, out_dtype: Any) -> Float[Ar
 
 def _multiply(x: Any, w: Any, out_dtype: Any, num_wide: int | None = None) -> Array:
     layout, left, right = lay_out(x, w, out_dtype, num_wide=num_wide)
-    tm, tk, tn = layout.tile_m, layout.tile_k, layout.tile_n
+    tm = layout.tile_m
+    tk = layout.tile_k
+    tn = layout.tile_n
     per_tile = tk // (layout.block or tk)
     specs = (
         pl.BlockSpec((tm, tk), lambda i, j, t: (i, t)),
@@ -196,7 +198,8 @@ def _blocks(x: Array, w: Array, layout: FactorLayout) -> Iterator[tuple[int, Arr
     block = layout.block or layout.tile_k
     for start in range(0, layout.tile_k, max(block, LANES)):
         piece = slice(start, start + max(block, LANES))
-        left, right = x[:, piece], w[piece, :]
+        left = x[:, piece]
+        right = w[piece, :]
         if block >= LANES:
             yield start // block, left, right
             continue
@@ -221,7 +224,8 @@ def _dot(x: Array, w: Array, layout: FactorLayout, is_narrow: bool = False) -> A
         products = [_sum(x[:, p].astype(dtype), w[p, :].astype(dtype)) for p in pieces]
         return functools.reduce(jnp.add, [product.astype(jnp.int32) for product in products])
     if dtype is not None:
-        x, w = x.astype(dtype), w.astype(dtype)
+        x = x.astype(dtype)
+        w = w.astype(dtype)
     return _sum(x, w)
 
 
@@ -241,7 +245,9 @@ def _multiply_turned(d_out: Array, w: QuantizedArray) -> Array:
     (m, n), k = d_out.shape, w.shape[0]
     like = jax.ShapeDtypeStruct((m, k), d_out.dtype)
     layout, _, right = lay_out(like, w, d_out.dtype, is_turned=True)
-    tm, tk, tn = layout.tile_m, layout.tile_k, layout.tile_n
+    tm = layout.tile_m
+    tk = layout.tile_k
+    tn = layout.tile_n
     scales = right.ends if right.parts is None else right.parts
     assert scales is not None
     arrays = [fill(d_out, 0, layout.m), right.values, scales]
@@ -283,7 +289,8 @@ def _turned_kernel(
         w[b * size : (b + 1) * size, :].astype(jnp.float32) * scales[b : b + 1, :]
         for b in range(scales.shape[0])
     ]
-    left, right = d_out[...].astype(jnp.float32), jnp.concatenate(rows, axis=0)
+    left = d_out[...].astype(jnp.float32)
+    right = jnp.concatenate(rows, axis=0)
     if layout.n % layout.tile_n:
         # Values past the edge are undefined, and would be summed.
         left, right = (_within(a, layout.n - step * layout.tile_n) for a in (left, right))

@@ -163,7 +163,8 @@ def _fill(values: Array, axis: int, layout: FactorLayout) -> Array:
     """Pad every block, and then k."""
     size, filled = layout.filled
     if size < filled:
-        before, after = values.shape[:axis], values.shape[axis + 1 :]
+        before = values.shape[:axis]
+        after = values.shape[axis + 1 :]
         parts = fill(values.reshape(*before, -1, size, *after), axis + 1, filled)
         values = parts.reshape(*before, -1, *after)
     return fill(values, axis, layout.k)
@@ -218,7 +219,8 @@ def _with_tiles(layout: FactorLayout, x: Any, w: Any, out_dtype: Any) -> FactorL
         return _fits(layout, sizes, widths)
 
     sizes = _rule(layout, fits)
-    m, n = min(sizes["m"], layout.m), min(sizes["n"], layout.n)
+    m = min(sizes["m"], layout.m)
+    n = min(sizes["n"], layout.n)
     return layout._replace(tile_m=m, tile_k=sizes["k"], tile_n=n)
 
 
@@ -256,7 +258,8 @@ def _fits(layout: FactorLayout, sizes: Mapping[str, int], widths: tuple[float, .
         return False
     if m > max(layout.m, LANES) or n > _up(layout.n, LANES):
         return False  # as the whole
-    m, n = min(m, layout.m), min(n, _up(layout.n, LANES))
+    m = min(m, layout.m)
+    n = min(n, _up(layout.n, LANES))
     x, w, out = (m * k, k * n, m * n) if not layout.is_turned else (m * n, k * n, m * k)
     scales = 8 * -(-k // (8 * (layout.block or k))) * (_up(m, LANES) + n) * 4
     copied = 2 * (x * widths[0] + w * widths[1] + out * widths[2] + scales)

@@ -55,7 +55,8 @@ def differentiate_ring(
     shape, scalars, marks = prepare(operands, axis_name)
     q, k, v, *_ = operands
     d_out, lse, delta = gradient
-    sizes, like = shape.sizes, (q, k, v, d_out, lse, delta, scalars[0])
+    sizes = shape.sizes
+    like = (q, k, v, d_out, lse, delta, scalars[0])
     # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     rows = [shape.by_head(sizes.to_rows(x)) for x in (q, d_out)]
@@ -91,7 +92,8 @@ def _vmem_bytes(sizes: Sizes, itemsize: int) -> int:
 
 
 def _grid_spec(shape: Shape, dtype: Any) -> Any:
-    sizes, r = shape.sizes, shape.sizes.row_block
+    sizes = shape.sizes
+    r = shape.sizes.row_block
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     sums = [pltpu.VMEM((2, sizes.keys, width), jnp.float32) for width in (sizes.h, sizes.hv)]
     return pltpu.PrefetchScalarGridSpec(
@@ -125,13 +127,15 @@ def _grid_spec(shape: Shape, dtype: Any) -> Any:
 def _kernel(*refs: Any, shape: Shape) -> None:
     place, visits, q, d_out, lse, delta, row_marks, key_marks, k, v, d_q, d_k, d_v, *scratch = refs
     sums_q, sums_k, sums_v, from_k, from_v, *scratch = scratch
-    semaphores, slots = scratch[:4], scratch[4:]
+    semaphores = scratch[:4]
+    slots = scratch[4:]
     travel = KeyTravel(shape, place, (k, v), slots)
     sums = _SumTravel(
         travel, ((sums_k, from_k, d_k), (sums_v, from_v, d_v)), semaphores, shape.rules.scale
     )
     d_q_here = sums_q.at[travel.block]
-    d_k_here, d_v_here = sums_k.at[travel.slot], sums_v.at[travel.slot]
+    d_k_here = sums_k.at[travel.slot]
+    d_v_here = sums_v.at[travel.slot]
 
     @pl.when(travel.is_first_block)
     def _():
@@ -184,12 +188,16 @@ class _SumTravel:
     """The gradients of keys and values at the end of a turn, inside a kernel."""
 
     def __init__(self, travel: KeyTravel, sides: Any, semaphores: Any, scale: float):
-        self._travel, self._sides, self._scale = travel, sides, scale
+        self._travel = travel
+        self._sides = sides
+        self._scale = scale
         self._send, self._receive, self._store, self._capacity = semaphores
 
     def pass_on(self) -> None:
         """Add the sums that arrived, or store those that came home, and send the sum on."""
-        travel, turn, slot = self._travel, self._travel.turn, self._travel.slot
+        travel = self._travel
+        turn = self._travel.turn
+        slot = self._travel.slot
         self._scale_keys(slot)
 
         @pl.when(turn > 0)
@@ -244,7 +252,8 @@ class _SumTravel:
             copy.wait()
 
     def _scale_keys(self, slot: Any) -> None:
-        sums, shape = self._sides[0][0], self._travel.shape
+        sums = self._sides[0][0]
+        shape = self._travel.shape
 
         @pl.loop(0, shape.sizes.key_blocks)
         def _(index):

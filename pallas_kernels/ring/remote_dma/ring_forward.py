@@ -50,7 +50,8 @@ def attend_ring(
     """
     shape, scalars, marks = prepare(operands, axis_name)
     q, k, v, *_ = operands
-    sizes, like = shape.sizes, (q, k, v, scalars[0])
+    sizes = shape.sizes
+    like = (q, k, v, scalars[0])
     out, lse = pl.pallas_call(
         functools.partial(_kernel, shape=shape),
         grid_spec=_grid_spec(shape, q.dtype),
@@ -85,7 +86,8 @@ def _vmem_bytes(sizes: Sizes, itemsize: int) -> int:
 
 
 def _grid_spec(shape: Shape, dtype: Any) -> Any:
-    sizes, r = shape.sizes, shape.sizes.row_block
+    sizes = shape.sizes
+    r = shape.sizes.row_block
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,

@@ -44,7 +44,9 @@ from pallas_kernels.flash_attention.tpu.blocks import (
 from pallas_kernels.flash_attention.tpu.tiles import LANES, column
 from pallas_kernels.ring.remote_dma.transfer import collective_id, meet, mesh_place, part
 
-HIDDEN, PARTLY, WHOLLY = 0, 1, 2
+HIDDEN = 0
+PARTLY = 1
+WHOLLY = 2
 """Visibility of a block of keys for a block of queries."""
 
 BLOCKS_VMEM = 2**24
@@ -115,7 +117,8 @@ class Shape(NamedTuple):
             itemsize: Bytes of an element of q.
             is_backward: Whether float32 sums travel too.
         """
-        z, widths = self.sizes, self.sizes.h + self.sizes.hv
+        z = self.sizes
+        widths = self.sizes.h + self.sizes.hv
         pairs = self.turns * z.rows * z.keys
         sent = (self.ranks - 1) * itemsize + (4 * self.ranks if is_backward else 0)
         return pl.CostEstimate(
@@ -255,7 +258,8 @@ class KeyTravel:
         self.turn = self.head * shape.ranks + self.step
         self.slot = jax.lax.rem(self.turn, 2)
         coordinates: Any = {axis: place[at] for at, axis in enumerate(shape.axes)}
-        rank, name = coordinates[shape.axis_name], shape.axis_name
+        rank = coordinates[shape.axis_name]
+        name = shape.axis_name
         self.here = coordinates
         self.next: Any = coordinates | {name: jax.lax.rem(rank + 1, shape.ranks)}
         self.previous: Any = coordinates | {name: jax.lax.rem(rank + shape.ranks - 1, shape.ranks)}

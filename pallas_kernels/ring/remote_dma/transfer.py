@@ -47,7 +47,8 @@ from pallas_kernels.array_types import Array
 from pallas_kernels.jax_versions import shape_varying_like
 from pallas_kernels.ring.parcel import Parcel
 
-FIRST_COLLECTIVE_ID, COLLECTIVE_IDS = 64, 2**14
+FIRST_COLLECTIVE_ID = 64
+COLLECTIVE_IDS = 2**14
 
 
 class Sender:
@@ -142,12 +143,18 @@ def _run_and_send(
     partial = [at for at, (_, pairs) in enumerate(sent) if len(pairs) < ranks]
     axes, place = mesh_place()
     routes = jnp.concatenate([_routes(sent, ranks)[jax.lax.axis_index(axis_name)], place])
-    num_scalars, num_in, num_sent = grid_spec.num_scalar_prefetch, len(operands), len(sent)
+    num_scalars = grid_spec.num_scalar_prefetch
+    num_in = len(operands)
+    num_sent = len(sent)
 
     def kernel(*refs: Any) -> None:
-        ins, routes, refs = refs[:num_in], refs[num_in], refs[num_in + 1 :]
-        sources, refs = refs[:num_sent], refs[num_sent + len(partial) :]
-        outs, refs = refs[: len(out_shape)], refs[len(out_shape) :]
+        ins = refs[:num_in]
+        routes = refs[num_in]
+        refs = refs[num_in + 1 :]
+        sources = refs[:num_sent]
+        refs = refs[num_sent + len(partial) :]
+        outs = refs[: len(out_shape)]
+        refs = refs[len(out_shape) :]
         targets, (*scratch, sending, receiving, passed) = refs[:num_sent], refs[num_sent:]
         coordinates: Any = {axis: routes[2 * num_sent + at] for at, axis in enumerate(axes)}
         copies = [
@@ -217,7 +224,8 @@ def _run_and_send(
         name=f"{name}_and_send",
         **options,
     )(*operands, routes, *arrays, *zeros)
-    results, received = outputs[: len(out_shape)], iter(outputs[len(out_shape) :])
+    results = outputs[: len(out_shape)]
+    received = iter(outputs[len(out_shape) :])
     return results, [next(received) if pairs else jnp.zeros_like(x) for x, pairs in parcels]
 
 

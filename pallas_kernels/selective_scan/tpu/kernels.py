@@ -152,7 +152,8 @@ def _factors(dt: Array, decay: Array, segments: Array) -> Float32[Array, "B 4 S 
     def cut(array: Array) -> Array:
         return array.reshape(array.shape[0], -1, TOKENS, *array.shape[2:])
 
-    steps, segment = cut(dt), cut(segments)[..., None]
+    steps = cut(dt)
+    segment = cut(segments)[..., None]
     sums = jnp.cumsum(steps * decay[None, None, None], axis=2)
     last = segment[:, :, -1:]
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
@@ -179,7 +180,8 @@ def _kernel(
         steps, sums, carried, to_end = (factors[i, head : head + 1, :] for i in range(4))
         exponents = jnp.where(is_read, sums - column(sums), -jnp.inf)
         weights = (scores * jnp.exp(exponents)).astype(c.dtype)
-        before, inputs = state[head], x[head].astype(jnp.float32)
+        before = state[head]
+        inputs = x[head].astype(jnp.float32)
         read = dot(before.astype(c.dtype), c[...], ((1,), (1,)))
         within = dot((inputs * steps).astype(c.dtype), weights, ((1,), (0,)))
         y[head] = (within + carried * read).astype(y.dtype)

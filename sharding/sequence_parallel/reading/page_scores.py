@@ -123,7 +123,8 @@ def attention_received(
     number = min(length, _OBSERVED)
     last = jnp.sum(token_mask, axis=1, dtype=jnp.int32)[:, None]
     index = last - jnp.int32(number) + jnp.arange(number, dtype=jnp.int32)[None, :]
-    is_token, index = index >= 0, jnp.maximum(index, 0)
+    is_token = index >= 0
+    index = jnp.maximum(index, 0)
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     queries = q[rows, index].reshape(batch, number, heads, -1, width).astype(jnp.float32)
     logits = jnp.einsum(

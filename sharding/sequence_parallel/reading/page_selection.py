@@ -151,7 +151,8 @@ class PageSelectionConfig(CacheReading):
         """
         if self.reads_all(slots):
             return slots * bytes_per_token
-        pages, choosing = slots // self.size, -(-num_layers // self.layers_per_choice)
+        pages = slots // self.size
+        choosing = -(-num_layers // self.layers_per_choice)
         summaries = 4 * key_features * NUM_SUMMARIES[self.score]
         read = min(self.num_read, pages) * self.size * bytes_per_token
         return read + choosing * pages * summaries
@@ -186,7 +187,8 @@ class PageSelectionConfig(CacheReading):
         heads, kv_heads = (
             (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
         )
-        rows, axes = (ax.ACT_BATCH, None), placement.mesh_axes(ax.ACT_CACHE)
+        rows = (ax.ACT_BATCH, None)
+        axes = placement.mesh_axes(ax.ACT_CACHE)
         slots: Any = jax.tree.map(lambda x: CACHE_AXES[: x.ndim], cache)
         reads_all = self.reads_all(cache.k.shape[2])
 
@@ -235,7 +237,8 @@ class PageSelectionConfig(CacheReading):
         axes: tuple[str, ...],
     ) -> tuple[Array, Seen, SummarizedCache]:
         """Return the attention of one token a row to the pages that are chosen for it."""
-        every, choice = self.layers_per_choice, layer // jnp.int32(self.layers_per_choice)
+        every = self.layers_per_choice
+        choice = layer // jnp.int32(self.layers_per_choice)
 
         def choose() -> Array:
             return self._chosen(q, cache, layer, positions, key_positions, rules, axes)
@@ -255,7 +258,8 @@ class PageSelectionConfig(CacheReading):
             out_of_cache(pages_of(part, layer, pages, self.size), q.dtype)
             for part in (cache.k, cache.v)
         )
-        rows, heads = keys.shape[0], chosen.shape[2]
+        rows = keys.shape[0]
+        heads = chosen.shape[2]
         slots = key_positions.reshape(-1, self.size)[pages]  # B, M, number, size
         slots = jnp.where(is_read[..., None] > 0, slots, jnp.int32(_NEVER)).reshape(rows, -1)
         single_queries = q.reshape(rows, 1, num_heads // heads, width)
@@ -277,12 +281,14 @@ class PageSelectionConfig(CacheReading):
         axes: tuple[str, ...],
     ) -> Bool[Array, "B p M"]:
         """Return which pages of this device are among those that a token reads."""
-        size, heads = jnp.int32(self.size), cache.k.shape[3]
+        size = jnp.int32(self.size)
+        heads = cache.k.shape[3]
         starts = key_positions[:: self.size][None, :]  # positions of the first slots
         number = jnp.clip(positions + 1 - starts, 0, size)  # B, p: keys that the token may see
         by_head = q.reshape(q.shape[0], heads, -1, q.shape[3])
         scores = page_scores(by_head, layer_of(cache.summaries, layer), number)
-        pages, current = starts // size, positions // size
+        pages = starts // size
+        current = positions // size
         is_fixed = (pages < self.first) | (pages > current - self.latest)
         is_seen = number > 0
         if rules.window is not None:

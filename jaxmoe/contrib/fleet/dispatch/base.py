@@ -151,7 +151,8 @@ def cached_tokens(view: InstanceView, request: Request) -> int:
         view: Instance.
         request: Request.
     """
-    size, prompt = view.facts.page_size, request.prompt
+    size = view.facts.page_size
+    prompt = request.prompt
     sequence = Sequence(request=request, order=0, arrived=0.0, page_size=size, tokens=list(prompt))
     return len(view.hits(sequence)) * size
 

@@ -52,8 +52,10 @@ class _Llumnix(RequestDispatcher):
         numbers = range(len(fleet.members))
         source = min(numbers, key=lambda i: (freeness(fleet.members[i]), i))
         target = max(numbers, key=lambda i: (freeness(fleet.members[i]), -i))
-        target_view, source_view = fleet.members[target], fleet.members[source]
-        low, high = freeness(source_view), freeness(target_view)
+        target_view = fleet.members[target]
+        source_view = fleet.members[source]
+        low = freeness(source_view)
+        high = freeness(target_view)
         if low >= self._threshold or source == target:
             return ()
         if any({move.source, move.target} & {source, target} for move in fleet.moves):

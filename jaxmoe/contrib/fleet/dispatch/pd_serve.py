@@ -65,7 +65,8 @@ class PDServeConfig(DispatchConfig):
 
     def measured(self, seconds: Mapping[Role, float]) -> PDServeConfig:
         """Return the policy with the ratio of a run that was measured."""
-        prefill, decode = seconds.get("prefill", 0.0), seconds.get("decode", 0.0)
+        prefill = seconds.get("prefill", 0.0)
+        decode = seconds.get("decode", 0.0)
         if not (prefill > 0 and decode > 0):
             return self  # nothing was measured
         return dataclasses.replace(self, prefill_seconds=prefill, decode_seconds=decode)

@@ -239,7 +239,8 @@ def rate_within(
         Requests per second; infinite without limits, because a queue may then grow for ever.
     """
     limits = [request.objective or promised for request in requests]
-    ttft, tpot = min(request.ttft for request in limits), min(request.tpot for request in limits)
+    ttft = min(request.ttft for request in limits)
+    tpot = min(request.tpot for request in limits)
     if math.isinf(ttft) and math.isinf(tpot):
         return math.inf
     prompt = sum(len(request.prompt) for request in requests) / len(requests)
@@ -251,7 +252,8 @@ def rate_within(
         return hardware.seconds([WorkPart(1, context)] * number + [WorkPart(tokens)])
 
     room = int(facts.num_pages * facts.page_size / (prompt + answer))
-    low, high = 1, max(min(facts.max_running, room), 1)
+    low = 1
+    high = max(min(facts.max_running, room), 1)
     while low < high:
         middle = (low + high + 1) // 2
         is_kept = step(middle) <= tpot and step(middle, int(prompt)) <= ttft

@@ -38,7 +38,8 @@ class ElasticExpertsConfig(RateScalingConfig):
 
         def decide(view: ScalingView) -> Wanted:
             nonlocal least
-            least, chips = least or view.num_chips, view.num_chips
+            least = least or view.num_chips
+            chips = view.num_chips
             rate = view.rate / len(view.fleet.members)
 
             def is_enough(number: int) -> bool:

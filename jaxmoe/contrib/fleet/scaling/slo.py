@@ -41,8 +41,10 @@ class SLOConfig(RateScalingConfig):
 
         def decide(view: ScalingView) -> Wanted:
             nonlocal last
-            predicted, last = view.rate + max(view.rate - last, 0.0), view.rate
-            needed, present = self.least, len(view.fleet.members)
+            predicted = view.rate + max(view.rate - last, 0.0)
+            last = view.rate
+            needed = self.least
+            present = len(view.fleet.members)
             needed = max(needed, math.ceil(predicted / self.rate(view.hardware, view)))
             instances = present + (needed > present) - (needed < present)
             instances = min(instances, view.num_instances)

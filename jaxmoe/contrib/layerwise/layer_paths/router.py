@@ -29,7 +29,11 @@ from jaxmoe.data import Batch
 HIDDEN: Final = 128
 """Hidden units of each network."""
 CHOICES: Final = REPEAT + 1
-_BATCH, _RATE, _DECAY, _BETA, _GAMMA = 16, 1e-3, 0.01, 0.999, 2.0
+_BATCH = 16
+_RATE = 1e-3
+_DECAY = 0.01
+_BETA = 0.999
+_GAMMA = 2.0
 
 
 @struct.dataclass
@@ -141,9 +145,12 @@ def train_router(
             updates, state = optimizer.update(gradient, state, router)
             return optax.apply_updates(router, updates), state, loss
 
-    state, rng, losses = optimizer.init(router), np.random.default_rng(seed), []
+    state = optimizer.init(router)
+    rng = np.random.default_rng(seed)
+    losses = []
     for _ in range(epochs):
-        order, epoch_losses = rng.permutation(number), []
+        order = rng.permutation(number)
+        epoch_losses = []
         for start in range(0, number - size + 1, size):
             rows = order[start : start + size]
             labels = paths[rows].astype(np.int32)

@@ -68,7 +68,9 @@ def run_rows(chain: Chain, batch: Batch, choose: Choose) -> RoutedRows:
         choose: Choice of each row for a layer.
     """
     stream, inputs = chain.begin(batch.tokens, batch.segment_ids)
-    token_mask, paths, windows = inputs.token_mask, [], []
+    token_mask = inputs.token_mask
+    paths = []
+    windows = []
     for layer, call in enumerate(chain.calls):
         windows.append(pooled(chain.hidden(stream), token_mask))
         paths.append(choose(layer, windows[-1]))

@@ -26,7 +26,9 @@ from jaxtyping import Float, Int
 
 from jaxmoe.contrib.layerwise.layer_paths.rows import REPEAT, RUN, SKIP
 
-_EXPLORATION, _LENGTH_PENALTY, _RANDOM = 1.8, 3.0, 0.1
+_EXPLORATION = 1.8
+_LENGTH_PENALTY = 3.0
+_RANDOM = 0.1
 
 Path = tuple[int, ...]
 """SKIP, RUN or REPEAT for each layer."""
@@ -68,9 +70,11 @@ class _Node:
             path: Choice for each layer.
             actions: Paths that may become children, in random order.
         """
-        self.path, self.untried = path, actions
+        self.path = path
+        self.untried = actions
         self.children: list[_Node] = []
-        self.visits, self.total = 0, 0.0
+        self.visits = 0
+        self.total = 0.0
 
 
 class PathSearch:
@@ -86,7 +90,8 @@ class PathSearch:
             seed: Number of the sequence, which the draws depend on.
         """
         self._config, self._rng = config, np.random.default_rng((config.seed, seed))
-        self._layers, self._full = num_layers, loss
+        self._layers = num_layers
+        self._full = loss
         full = (RUN,) * num_layers
         self.losses: dict[Path, float] = {full: loss}
         self._root = self._node(full)
@@ -95,7 +100,8 @@ class PathSearch:
 
     def propose(self) -> Path:
         """Return the path to try next; `learn` must follow."""
-        node, self._visited = self._root, [self._root]
+        node = self._root
+        self._visited = [self._root]
         while True:
             if node.untried and len(node.children) <= math.sqrt(node.visits):
                 node.children.append(self._node(node.untried.pop()))

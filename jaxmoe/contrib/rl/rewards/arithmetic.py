@@ -45,7 +45,8 @@ class _Arithmetic(RewardTask):
 
     def draw(self, step: int, number: int, seed: int) -> list[Question]:
         """Return the questions of a step."""
-        operators, limit = self._config.operators, 10**self._config.digits
+        operators = self._config.operators
+        limit = 10**self._config.digits
         rng = generator(seed, step)
         pairs = rng.integers(0, limit, (number, 2)).tolist()
         chosen = rng.integers(0, len(operators), number).tolist()

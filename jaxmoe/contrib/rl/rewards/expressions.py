@@ -47,7 +47,8 @@ def parse(text: str) -> Expression:
     """
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"{len(text)} characters, at most {MAX_LENGTH} are read")
-    tokens, end = [], 0
+    tokens = []
+    end = 0
     stripped = text.rstrip(" ")
     while end < len(stripped):
         match = _TOKENS.match(stripped, end)
@@ -66,7 +67,8 @@ class _Parser:
     """Recursive descent over tokens."""
 
     def __init__(self, tokens: list[str]):
-        self._tokens, self._place = tokens, 0
+        self._tokens = tokens
+        self._place = 0
         self.numbers: list[int] = []
 
     @property
@@ -87,7 +89,8 @@ class _Parser:
     def _term(self, depth: int) -> Fraction:
         value = self._factor(depth)
         while self.next in ("*", "/"):
-            operator, factor = self._taken(), self._factor(depth)
+            operator = self._taken()
+            factor = self._factor(depth)
             if operator == "/" and factor == 0:
                 raise ExpressionError("divides by 0")
             value = value * factor if operator == "*" else value / factor

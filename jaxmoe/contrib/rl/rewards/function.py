@@ -75,7 +75,9 @@ class _Python(RewardTask):
     def __init__(
         self, name: str, function: Callable[[Question, str], Any], questions: list[Question]
     ):
-        self._name, self._function, self._questions = name, function, questions
+        self._name = name
+        self._function = function
+        self._questions = questions
 
     def draw(self, step: int, number: int, seed: int) -> list[Question]:
         """Return the questions of a step."""

@@ -59,7 +59,8 @@ class _Match(RewardTask):
     """Patterns are empty where answers are compared."""
 
     def __init__(self, questions: list[Question], patterns: dict[str, re.Pattern[str]]):
-        self._questions, self._patterns = questions, patterns
+        self._questions = questions
+        self._patterns = patterns
 
     def draw(self, step: int, number: int, seed: int) -> list[Question]:
         """Return the questions of a step."""

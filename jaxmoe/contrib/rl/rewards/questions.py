@@ -51,7 +51,8 @@ def epochs_of(questions: list[Question], step: int, number: int, seed: int) -> l
         number: Questions of a step, the same at every step.
         seed: Seed of the run.
     """
-    size, first = len(questions), step * number
+    size = len(questions)
+    first = step * number
     places = np.arange(first, first + number)
     orders = {
         epoch: generator(seed, epoch).permutation(size)

@@ -43,7 +43,9 @@ class SemiPDConfig(SimulatedBatchingConfig):
 
     def build(self, facts: Facts) -> Batching:
         """Return the policy for one instance."""
-        share, seen, last = 0.5, 0, -1
+        share = 0.5
+        seen = 0
+        last = -1
 
         def plan(view: InstanceView) -> Plan:
             nonlocal share, seen, last

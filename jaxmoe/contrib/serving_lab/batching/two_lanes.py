@@ -8,7 +8,8 @@ from jaxmoe.contrib.serving_lab.shares import SharedDraft
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.view import InstanceView
 
-DECODE, PREFILL = 0, 1
+DECODE = 0
+PREFILL = 1
 
 
 def plan_lanes(view: InstanceView, decode_share: float, budget: int) -> Plan:

@@ -92,7 +92,8 @@ class CategoryConfig(ItemCacheConfig):
 class _Category(LRU):
     def __init__(self, config: CategoryConfig, categories: dict[Item, str]):
         super().__init__()
-        self._config, self._categories = config, categories
+        self._config = config
+        self._categories = categories
         self._own = config.by_category()
         self._stored: dict[Item, float] = {}
         self._counts: dict[str, tuple[int, int]] = {}

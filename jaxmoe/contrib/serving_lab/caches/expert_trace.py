@@ -56,7 +56,8 @@ class _TokenExperts:
     """
 
     def __init__(self, num_experts: int, top_k: int):
-        self._num_experts, self._top_k = num_experts, top_k
+        self._num_experts = num_experts
+        self._top_k = top_k
         self._counts: dict[tuple[int, int], np.ndarray] = {}
 
     def add(self, layer: int, tokens: Sequence[int], ids: np.ndarray) -> None:

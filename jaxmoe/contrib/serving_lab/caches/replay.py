@@ -80,12 +80,15 @@ class BoundedCache:
             on_load: Called with an item that is stored from now on.
             on_drop: Called with an item that is not stored any more, before another one is.
         """
-        self.policy, self.capacity, self.sizes = policy, capacity, sizes
+        self.policy = policy
+        self.capacity = capacity
+        self.sizes = sizes
         self.held: dict[Item, float] = {}
         self.loads = 0
         self.bytes_loaded = self.bytes_missed = 0.0
         self._number = 0
-        self._on_load, self._on_drop = on_load, on_drop
+        self._on_load = on_load
+        self._on_drop = on_drop
 
     def use(self, use: Use) -> bool:
         """Use an item and load it where it is missed, and others ahead; return whether it was held.
@@ -93,7 +96,8 @@ class BoundedCache:
         Args:
             use: Next use.
         """
-        number, is_held = self._number, use.item in self.held
+        number = self._number
+        is_held = use.item in self.held
         self._number += 1
         is_hit = is_held and self.policy.is_valid(use)
         if not is_hit:

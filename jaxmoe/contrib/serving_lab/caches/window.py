@@ -35,7 +35,8 @@ class WindowConfig(ItemCacheConfig):
 
 class _Window(ItemCache):
     def __init__(self, ahead: int, cycle: list[Item]):
-        self._ahead, self._cycle = ahead, cycle
+        self._ahead = ahead
+        self._cycle = cycle
         self._place = {item: place for place, item in enumerate(cycle)}
         self._now = 0
 

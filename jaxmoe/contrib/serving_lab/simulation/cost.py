@@ -133,7 +133,8 @@ class Roofline:
             share: Share of the device.
             nano_batches: Parts into which the step is cut to overlap its resources.
         """
-        experts, operations = 0.0, []
+        experts = 0.0
+        operations = []
         for operation, is_expert in self._operations(parts):
             operations.append(operation)
             experts += operation.weights * is_expert
@@ -141,7 +142,8 @@ class Roofline:
         flops = full * self.clock * min(1.0, share)
         bandwidth = self.chip.memory_bandwidth * self.memory_efficiency * self.num_chips
         bandwidth *= min(1.0, share / SATURATION)
-        host, link = self.chip.host_bandwidth * self.num_chips, self.chip.link_bandwidth
+        host = self.chip.host_bandwidth * self.num_chips
+        link = self.chip.link_bandwidth
 
         def seconds(operation_list: Sequence[CostedOperation], times: int) -> float:
             weights = times * sum(operation_.weights for operation_ in operation_list)
@@ -173,7 +175,8 @@ class Roofline:
         Args:
             parts: Work of each sequence.
         """
-        flops, moved = 0.0, 0.0
+        flops = 0.0
+        moved = 0.0
         for operation, _ in self._operations(parts):
             read = operation.weights + operation.other
             arithmetic = operation.flops / (self.chip.flops * self.chip.efficiency)
@@ -243,7 +246,8 @@ class Roofline:
 
     def _operations(self, parts: Sequence[WorkPart]) -> Iterator[tuple[CostedOperation, bool]]:
         """Yield the operations of a step, and whether they are those of the experts."""
-        sizes, last = self.sizes, self.sizes.num_layers
+        sizes = self.sizes
+        last = self.sizes.num_layers
         borders = sorted({0, last, *(b for part in parts if part.layers for b in part.layers)})
         for begin, end in zip(borders[:-1], borders[1:], strict=True):
             in_layers = [
@@ -263,7 +267,8 @@ class Roofline:
         self, parts: Sequence[WorkPart], share: float
     ) -> Iterator[tuple[CostedOperation, bool]]:
         """Yield the operations of a share of the layers, through which the same tokens pass."""
-        sizes, b = self.sizes, self.sizes.weight_bytes
+        sizes = self.sizes
+        b = self.sizes.weight_bytes
         tokens = sum(part.count for part in parts)
         sent = 4 * tokens * sizes.embed_dim * b * sizes.num_layers
         sent *= (self.num_chips - 1) / self.num_chips  # two all-reduces of a layer, as rings

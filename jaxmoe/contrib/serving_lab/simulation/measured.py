@@ -108,7 +108,9 @@ def _fit(timings: Sequence[Timing], cost: Roofline) -> Roofline:
     """Return the cost model with the rates of the iteration with the smallest error."""
     optimize: Any = require("scipy.optimize")
     measured = np.array([timing.seconds for timing in timings])
-    fitted, best, least = cost, cost, np.inf
+    fitted = cost
+    best = cost
+    least = np.inf
     for _ in range(_ITERATIONS):
         rows = np.array([fitted.demands(timing.parts) for timing in timings])
         solution, _ = optimize.nnls(rows / measured[:, None], np.ones(len(timings)))
@@ -129,5 +131,6 @@ def _fit(timings: Sequence[Timing], cost: Roofline) -> Roofline:
         guess = np.array([fitted.seconds(timing.parts) for timing in timings])
         error = float(np.abs(guess / measured - 1).mean())
         if error < least:
-            best, least = fitted, error
+            best = fitted
+            least = error
     return best

@@ -204,7 +204,8 @@ class Simulation:
 
     def _swap(self, step: EngineStep) -> float:
         """Return the seconds of the copies between device and host memory."""
-        chip, size = self._cost.chip, self._cost.sizes.kv_bytes
+        chip = self._cost.chip
+        size = self._cost.sizes.kv_bytes
         swaps = (*step.out, *step.back)
         page = self.fleet.instances[0].facts.page_size
         moved = sum(swap.num_tokens - swap.kept * page for swap in swaps) * size
@@ -215,11 +216,13 @@ class Simulation:
 
     def _travel(self, copy: Copy) -> float:
         """Return the seconds of a copy over the slow link, which sends one after the other."""
-        instance, chip = self.fleet.instances[copy.move.source], self._cost.chip
+        instance = self.fleet.instances[copy.move.source]
+        chip = self._cost.chip
         sequence = instance.queues.sequences[copy.move.id]
         first = sequence.pages.index(copy.pages[0]) * sequence.page_size
         tokens = min(len(copy.pages) * sequence.page_size, sequence.computed - first)
         seconds = tokens * self._cost.sizes.kv_bytes / chip.far_bandwidth
-        free, source = self.fleet.links_free, copy.move.source
+        free = self.fleet.links_free
+        source = copy.move.source
         free[source] = max(free[source], self.now) + seconds
         return free[source] - self.now + chip.link_latency

@@ -36,7 +36,8 @@ class SimulatedScaling(FleetScaling):
         """Costs of each instance."""
         self.powers: list[float] = []
         """Mean power between the decisions, watts."""
-        self._meter, self._joules = meter, 0.0
+        self._meter = meter
+        self._joules = 0.0
         self._is_on = [False] * number
         super().__init__(fleet, config)
         self._switch_on(0.0, fleet.num_open)

@@ -123,7 +123,8 @@ class SessionsConfig(Workload):
             for turn in range(min(self.turns, self.requests - len(arrivals))):
                 new = _tokens(rng, int(_lengths(rng, self.prompt_median, 0.7, 1)[0]))
                 answer = _tokens(rng, int(_lengths(rng, self.answer_median, 0.7, 1)[0]))
-                prompt, id_ = said + new, len(arrivals)
+                prompt = said + new
+                id_ = len(arrivals)
                 if len(prompt) + len(answer) > max_length:
                     break
                 arrival = Arrival(
@@ -155,7 +156,8 @@ class TraceFileConfig(Workload):
             raise ValueError(f"path={self.path} has no request with an answer")
         span = traced[-1].time - traced[0].time
         scale = (len(traced) / self.rate) / span if span else 0.0
-        rng, arrivals = np.random.default_rng(self.seed), []
+        rng = np.random.default_rng(self.seed)
+        arrivals = []
         for id_, record in enumerate(traced):
             prompt = _traced_prompt(rng, record)[: max_length - 2]
             answer = _tokens(rng, min(record.answer, max_length - len(prompt)))

@@ -66,7 +66,8 @@ def two_sided_mean(stacked: int) -> Exchange:
 
     def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
         assert setting.alive is not None  # set in every exchange of gradients
-        number, dtype = setting.workers, slow.dtype
+        number = setting.workers
+        dtype = slow.dtype
         size = -(-slow.size // (8 * number))
         me = jax.lax.axis_index(setting.axis)
 
@@ -114,9 +115,11 @@ def _scale(x: Array, stacked: int, setting: About | None, axis: str | None = Non
     free = tuple(range(stacked, x.ndim))
     mask = None if setting is None else setting.mask
     sent = jnp.ones_like(x) if mask is None else mask.astype(x.dtype)
-    squares, count = jnp.sum(x**2, axis=free), jnp.sum(sent, axis=free)
+    squares = jnp.sum(x**2, axis=free)
+    count = jnp.sum(sent, axis=free)
     if setting is not None:
-        squares, count = setting.total(squares, free), setting.total(count, free)
+        squares = setting.total(squares, free)
+        count = setting.total(count, free)
     if axis is not None:
         squares = jax.lax.psum(squares, axis)
     return jnp.sqrt(squares / jnp.maximum(count, 1.0))

@@ -162,7 +162,8 @@ def two_bits(
 def pack_twelve(numbers: Int[Array, " n"]) -> UInt8[Array, " bytes"]:
     """Return integers below 4096 as three bytes for two of them."""
     pairs = jnp.pad(numbers, (0, len(numbers) % 2)).reshape(-1, 2)
-    first, second = pairs[:, 0], pairs[:, 1]
+    first = pairs[:, 0]
+    second = pairs[:, 1]
     parts = (first & 255, (first >> 8) | ((second & 15) << 4), second >> 4)
     return jnp.stack(parts, axis=1).astype(jnp.uint8).reshape(-1)
 

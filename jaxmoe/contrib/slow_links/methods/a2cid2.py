@@ -87,7 +87,8 @@ class A2cid2Config(ReplicasBase):
             clock = jax.random.fold_in(setting.round_key, jax.lax.axis_index(setting.axis))
             elapsed = jax.random.exponential(clock, dtype=decoded.dtype)
             moved = 0.5 * (1 - jnp.exp(-2 * rates.eta * elapsed)) * (copy - decoded)
-            decoded, copy = decoded + moved, copy - moved
+            decoded = decoded + moved
+            copy = copy - moved
             difference = decoded - received(decoded, table, setting, setting.round)
             mixed = decoded - 0.5 * difference
             return mixed, (copy - rates.alpha * difference) - mixed
@@ -155,7 +156,8 @@ def mixing_of(
         inverse[worker, worker] + inverse[partner, partner] - 2 * inverse[worker, partner]
         for worker, partner in edges
     ]
-    first, second = 1 / float(values[1]), float(max(resistances)) / 2
+    first = 1 / float(values[1])
+    second = float(max(resistances)) / 2
     return GossipMixing(1 / (2 * math.sqrt(first * second)), 0.5 * math.sqrt(first / second))
 
 

@@ -111,10 +111,12 @@ def _draw(workers: int, absent: int, seed: int) -> CyclicCode:
     code = np.zeros((workers, workers))
     for worker in range(workers):
         places = (worker + np.arange(absent + 1)) % workers
-        first, columns = check[:, places[0]], check[:, places[1:]]
+        first = check[:, places[0]]
+        columns = check[:, places[1:]]
         factors[worker, 1:] = -np.linalg.solve(columns, first)
         code[worker, places] = factors[worker]
-    alive, weights = [], []
+    alive = []
+    weights = []
     for count in range(absent + 1):
         for missing in itertools.combinations(range(workers), count):
             is_present = ~np.isin(np.arange(workers), missing)

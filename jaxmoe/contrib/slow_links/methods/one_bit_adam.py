@@ -78,7 +78,8 @@ class OneBitAdamConfig(GradientBase):
 
         def agre(opt_state: Any) -> Agreed:
             moments = received_moments(opt_state)
-            mu, nu = flat(moments.mu), flat(moments.nu)
+            mu = flat(moments.mu)
+            nu = flat(moments.nu)
             return Agreed(
                 momentum={path: mu[path] for path in leaves},
                 mask={path: nu[path] > 0.0 for path in leaves},

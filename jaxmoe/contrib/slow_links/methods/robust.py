@@ -111,7 +111,8 @@ def flag_weights(
     def basis(w: Array) -> Array:
         """Return C of Y = X C, [p r]."""
         squares, vectors = jnp.linalg.eigh(w[:, None] * unit * w[None, :])
-        squares, vectors = squares[::-1][:rank], vectors[:, ::-1][:, :rank]
+        squares = squares[::-1][:rank]
+        vectors = vectors[:, ::-1][:, :rank]
         is_kept = squares > _ROUNDING * squares[0]
         scale = jnp.where(is_kept, jax.lax.rsqrt(jnp.where(is_kept, squares, 1.0)), 0.0)
         return w[:, None] * vectors * scale[None]

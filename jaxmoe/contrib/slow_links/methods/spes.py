@@ -130,7 +130,8 @@ def from_owner(owned: Ownership, experts: int) -> Exchange:
 
     def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
         decoded = jnp.moveaxis(decode(payload, slow), setting.axes.index(ax.EXPERTS), 0)
-        names, num_local = setting.split[setting.axes.index(ax.EXPERTS)], decoded.shape[0]
+        names = setting.split[setting.axes.index(ax.EXPERTS)]
+        num_local = decoded.shape[0]
         total = num_local * (jax.lax.axis_size(names) if names else 1)
         first = num_local * jax.lax.axis_index(names) if names else 0
         sent = min(owned.most(total), num_local)

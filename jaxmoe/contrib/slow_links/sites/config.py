@@ -30,7 +30,8 @@ VARIABLE = "JAXMOE_ISLAND"
 KEY_VARIABLE = "JAXMOE_ISLANDS_KEY"
 """Environment variable with the shared secret."""
 
-_TCP, _DIRECTORY = "tcp://", "directory:"
+_TCP = "tcp://"
+_DIRECTORY = "directory:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,7 +62,9 @@ class Connection:
         *,
         check: Callable[[], None] = lambda: None,
     ):
-        self._socket, self._timeout, self._key = connected, timeout, key
+        self._socket = connected
+        self._timeout = timeout
+        self._key = key
         self._check = check
         self._until = 0.0
         # A Unix socket, as tests have, knows no such option.

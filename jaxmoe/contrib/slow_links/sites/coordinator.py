@@ -124,8 +124,11 @@ class Coordinator:
                 f"sites address={address} can be reached from other hosts: set"
                 " $JAXMOE_ISLANDS_KEY to the same secret on all of them, or listen on 127.0.0.1"
             )
-        self._key, self._lease = key, lease
-        self._timeout, self._hello, self._idle = timeout, hello, idle
+        self._key = key
+        self._lease = lease
+        self._timeout = timeout
+        self._hello = hello
+        self._idle = idle
         self.epoch = lease.epoch if lease else new_epoch()
         self._closings: Closings = closings or MemoryClosings()
         self._post_bounds = sizes.bounds()

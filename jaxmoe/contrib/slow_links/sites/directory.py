@@ -53,7 +53,8 @@ class DirectoryClosings:
 
     def __init__(self, directory: str | os.PathLike[str], member: int, key: bytes | None = None):
         self._directory = pathlib.Path(directory)
-        self._member, self._key = member, key
+        self._member = member
+        self._key = key
         self._forgotten = -1
 
     def decide(self, number: int, kind: Kind, closing: Closing) -> Closing:

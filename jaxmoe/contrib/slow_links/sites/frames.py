@@ -158,11 +158,9 @@ def decode_header(
     """
     if len(data) != HEADER_BYTES:
         raise FrameError(f"frame ends after {len(data)} bytes of its header of {HEADER_BYTES}")
-    fields, digest, signature = (
-        data[: _FIELDS.size],
-        data[_FIELDS.size : _FIELDS.size + _HASH],
-        data[_FIELDS.size + _HASH :],
-    )
+    fields = data[: _FIELDS.size]
+    digest = data[_FIELDS.size : _FIELDS.size + _HASH]
+    signature = data[_FIELDS.size + _HASH :]
     magic, version, kind, epoch, found, member, length = _FIELDS.unpack(fields)
     if magic != MAGIC:
         raise FrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
@@ -254,7 +252,8 @@ def decode_numbers(data: bytes) -> tuple[tuple[int, ...], bytes]:
 
 def _read(read: Callable[[int], bytes], length: int) -> bytes:
     """Return so many bytes, fewer at the end of the stream; memory grows with what arrives."""
-    parts, bytes_left = [], length
+    parts = []
+    bytes_left = length
     while bytes_left and (part := read(min(bytes_left, _CHUNK))):
         parts.append(part)
         bytes_left -= len(part)

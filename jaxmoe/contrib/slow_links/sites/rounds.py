@@ -68,7 +68,9 @@ class Rounds:
         clock: Clock | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        self._member, self._transport, self._rules = member, transport, rules
+        self._member = member
+        self._transport = transport
+        self._rules = rules
         self._clock: Clock = clock or SystemClock()
         self._check = check
         self._number = 0
@@ -118,7 +120,8 @@ class Rounds:
             members = ()
         if self._member not in members:
             return self.join()
-        self._number, self._members = number, members
+        self._number = number
+        self._members = members
         return None
 
     def exchange(self, update: bytes, state: Callable[[], bytes] | None = None) -> Round:
@@ -140,7 +143,8 @@ class Rounds:
         payloads = self._read(closed.members)
         members = tuple(sorted(payloads))
         receipt = self._step(Kind.RECEIPT, encode_numbers(members), closed.members, _confirm)
-        self._members, self._has_exchanged = receipt.members, True
+        self._members = receipt.members
+        self._has_exchanged = True
         return Round(
             number=self._number,
             members=receipt.members,
@@ -162,8 +166,10 @@ class Rounds:
         number = self._number
         closing = self._step(Kind.FINGERPRINT, fingerprint, self._members, self._compare)
         self._transport.forget(number)
-        self._ended, self._members = closing, closing.following
-        self._number, self._has_exchanged = number + 1, False
+        self._ended = closing
+        self._members = closing.following
+        self._number = number + 1
+        self._has_exchanged = False
         if closing.members != closing.majority:
             logger.warning(
                 "round %d: sites %s differ from the majority %s",
@@ -213,7 +219,8 @@ class Rounds:
             TransportError: The transport failed.
         """
         until = self._clock.now() + self._rules.timeout
-        announced, self._has_exchanged = None, False
+        announced = None
+        self._has_exchanged = False
         while self._clock.now() < until:
             newest = self._transport.collect(announced or 0, Kind.JOIN).newest
             if newest is not None and newest == announced:
@@ -221,7 +228,8 @@ class Rounds:
                 if closing is not None and self._member in closing.joined:
                     state = self._fetch(newest, closing, until)
                     if state is not None:
-                        self._number, self._members = newest + 1, closing.following
+                        self._number = newest + 1
+                        self._members = closing.following
                         self._ended = closing
                         return state
                     continue
@@ -260,12 +268,15 @@ class Rounds:
         meanwhile: Callable[[Mapping[int, bytes]], None] | None = None,
     ) -> Closing:
         """Post a message and return how the step closed, with this site in it."""
-        rules, number = self._rules, self._number
+        rules = self._rules
+        number = self._number
         self._transport.post(number, kind, payload)
-        began, first = self._clock.now(), None
+        began = self._clock.now()
+        first = None
         while True:
             collected = self._transport.collect(number, kind)
-            closing, now = collected.closing, self._clock.now()
+            closing = collected.closing
+            now = self._clock.now()
             present = {m: collected.payloads[m] for m in expected if m in collected.payloads}
             if closing is None and collected.newest is not None and collected.newest >= number:
                 raise LeftOutError(f"round {number} ended without site {self._member}")
@@ -306,7 +317,9 @@ class Rounds:
 
     def _deputy(self, state: Callable[[], bytes]) -> Callable[[Mapping[int, bytes]], None]:
         """Return what posts the state in place of members of the majority before this one."""
-        closing, began, has_posted = self._ended, self._clock.now(), False
+        closing = self._ended
+        began = self._clock.now()
+        has_posted = False
         if closing is None or self._member not in closing.majority:
             return lambda present: None
         waiting = {*closing.members} - {*closing.majority} | {*closing.joined}

@@ -64,10 +64,14 @@ class TcpTransport:
         patience: float = 300.0,
         check: Callable[[], None] = lambda: None,
     ):
-        self._address, self._member = address, member
+        self._address = address
+        self._member = member
         self._host, self._port = host_and_port(address)
-        self._bounds, self._key = sizes.bounds(), key
-        self._timeout, self._patience, self._check = timeout, patience, check
+        self._bounds = sizes.bounds()
+        self._key = key
+        self._timeout = timeout
+        self._patience = patience
+        self._check = check
         self._connection: Connection | None = None
         self._epoch = 0
         self._own: dict[tuple[int, Kind], bytes] = {}

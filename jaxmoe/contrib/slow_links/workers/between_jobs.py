@@ -42,7 +42,8 @@ class BetweenJobs:
     """
 
     def __init__(self, training: WorkerTraining):
-        self._training, method = training, training.method
+        self._training = training
+        method = training.method
         if method.timing.delay:
             raise ValueError(
                 f"replicas.delay={method.timing.delay}: sites merge what they exchange at once;"
@@ -91,8 +92,11 @@ class BetweenJobs:
         return [jax.jit(partial(self._merged, part)) for part in self._training.fragments]
 
     def _encoded(self, fragment: Fragment, state: TrainState) -> tuple[Any, TrainState]:
-        training, local, number = self._training, local_of(state), fragment.number
-        method, talk = training.method, local.talks[number]
+        training = self._training
+        local = local_of(state)
+        number = fragment.number
+        method = training.method
+        talk = local.talks[number]
         slow = fragment.take(flat(state.params))
         params = fragment.take(flat(local.params), leading=1)
         key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
@@ -100,7 +104,8 @@ class BetweenJobs:
         payloads: dict[str, Any] = {}
         states: dict[str, Any] = {}
         for index, path in enumerate(sorted(params)):
-            codec, x = method.codec(training.leaves[path]), jnp.squeeze(params[path], 0)
+            codec = method.codec(training.leaves[path])
+            x = jnp.squeeze(params[path], 0)
             codec_state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), talk.codec[path])
             sent = slow[path] - x if method.anchor == "sent" else x
             payloads[path], after = codec.encode(sent, codec_state, jax.random.fold_in(key, index))
@@ -121,7 +126,8 @@ class BetweenJobs:
         return message, with_local(state, replace(local, talks=talks, past=past))
 
     def _merged(self, fragment: Fragment, state: TrainState, stacked: Any) -> TrainState:
-        training, slow = self._training, fragment.take(flat(state.params))
+        training = self._training
+        slow = fragment.take(flat(state.params))
         members = {leaf.shape[0] for leaf in jax.tree.leaves(stacked)}.pop()
         factors = None
         if "weight" in stacked:
@@ -167,7 +173,8 @@ def from_bytes(data: bytes, like: Any) -> Any:
     if len(data) != (size := num_bytes(like)):
         raise ValueError(f"{len(data)} bytes do not hold {size} bytes of arrays")
     leaves, structure = jax.tree.flatten(like)
-    parts, start = [], 0
+    parts = []
+    start = 0
     for leaf in leaves:
         dtype, shape = _store(leaf)
         end = start + math.prod(shape) * dtype.itemsize

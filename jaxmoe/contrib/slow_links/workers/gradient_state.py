@@ -51,7 +51,8 @@ class GradientTraining:
             ValueError: The mesh has places for another number of workers, the layout of the state
                 spans workers, or the method does not suit the number of workers.
         """
-        workers, leaves = workers_of(config, step.execution), trained_leaves(table)
+        workers = workers_of(config, step.execution)
+        leaves = trained_leaves(table)
         return cls(
             method=config.build(TrainingFacts(leaves, workers.number, steps)),
             workers=workers,

@@ -67,7 +67,8 @@ def gradient_step(
     step = training.step
     inner = alone(step).without(WorkerLosses.name)
     contributions, sums = worker_gradients(inner, training, state, batch)
-    method, agreed = training.method, None
+    method = training.method
+    agreed = None
     if method.agreed is not None:
         agreed = method.agreed(fetch(state.opt_state, step.execution))
     grads, talk, counted = exchange_gradients(
@@ -103,7 +104,8 @@ def worker_gradients(
         state: State before the step.
         batch: Rows of all workers.
     """
-    workers, code = training.workers, training.method.code
+    workers = training.workers
+    code = training.method.code
     parts = 1 if code is None else code.parts
     factors = jnp.asarray([(1.0,)] * workers.number if code is None else code.factors)
     params = training.trained(state.params)
@@ -118,7 +120,8 @@ def worker_gradients(
     def of_worker(
         number: Int[Array, ""], worker_state: Any, rows: Batch, shared: Any
     ) -> tuple[Any, Any]:
-        before, factors = _state(shared), shared["factors"][number]
+        before = _state(shared)
+        factors = shared["factors"][number]
 
         def part(total: Any, worker_part: Any) -> tuple[Any, Any]:
             place, rows, factor = worker_part

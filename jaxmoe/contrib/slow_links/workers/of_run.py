@@ -58,8 +58,12 @@ class RunWorkers(OneWorker):
         member: int | None,
     ):
         super().__init__(number)
-        self._config, self._table, self._steps = config, table, steps
-        self._step_of, self._mesh, self._member = step_of, mesh, member
+        self._config = config
+        self._table = table
+        self._steps = steps
+        self._step_of = step_of
+        self._mesh = mesh
+        self._member = member
 
     @functools.cached_property
     def training(self) -> WorkerTraining | GradientTraining:

@@ -62,7 +62,8 @@ class OwnRows:
         def update(grads: Any, state: Any, params: Any = None, **options: Any) -> tuple[Any, Any]:
             window = None if params is None else self.window(params, number)
             updates, state = update_few(self.window(grads, number), state, window, **options)
-            wide, few = flat(grads), flat(updates)
+            wide = flat(grads)
+            few = flat(updates)
             for path, dimension, size in self._cut(wide):
                 first = self.ownership.begin(wide[path].shape[dimension], size)[number]
                 zeros = jnp.zeros_like(wide[path], dtype=few[path].dtype)

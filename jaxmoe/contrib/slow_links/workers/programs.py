@@ -64,7 +64,9 @@ class ScheduledStep:
     """
 
     def __init__(self, jitted: Any, turn: Callable[[int], Hashable], turns: Sequence[Hashable]):
-        self._jitted, self._turn, self._turns = jitted, turn, turns
+        self._jitted = jitted
+        self._turn = turn
+        self._turns = turns
         self._schedule = WorkerSchedule(turn, turns)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:

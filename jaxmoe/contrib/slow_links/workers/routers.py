@@ -47,7 +47,8 @@ def begin_past(step: Step, state: TrainState, every: int, workers: Workers) -> P
     """
     if not jax.tree.leaves(state.router_state):
         return None
-    precision, telemetry = step.execution.precision, step.execution.telemetry
+    precision = step.execution.precision
+    telemetry = step.execution.telemetry
     execution = ExecutionConfig(mesh=MeshConfig(), precision=precision, telemetry=telemetry)
     step = dataclasses.replace(step, execution=execution)
     ids = jax.ShapeDtypeStruct((1, 4), jnp.int32)

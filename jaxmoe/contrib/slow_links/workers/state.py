@@ -109,7 +109,8 @@ class WorkerTraining:
             ValueError: The mesh has places for another number of workers, or the layout of the
                 state spans workers.
         """
-        workers, leaves = workers_of(config, step.execution, site), trained_leaves(table)
+        workers = workers_of(config, step.execution, site)
+        leaves = trained_leaves(table)
         method = config.build(TrainingFacts(leaves, workers.number, steps)).until(steps)
         return cls(
             method=method,
@@ -135,13 +136,16 @@ class WorkerTraining:
         Args:
             state: State with the parameters and the state of the inner optimiser.
         """
-        stack, method = self.workers.stack, self.method
+        stack = self.workers.stack
+        method = self.method
         params = flat(state.params)
         talks = tuple(
             begin(method, self.leaves, fragment.take(params), self.workers)
             for fragment in self.fragments
         )
-        past, step, zeros = None, self.step, stack(jnp.zeros(()))
+        past = None
+        step = self.step
+        zeros = stack(jnp.zeros(()))
         if method.is_shared and step is not None:
             past = begin_past(step, state, method.timing.every, self.workers)
         arrived = None

@@ -45,7 +45,8 @@ def make_worker_step(training: WorkerTraining, *, exchanges: bool = True) -> Che
     Returns:
         (state, batch) -> (state, metrics). Metrics of workers have a leading [R].
     """
-    step, timing = training.step, training.method.timing
+    step = training.step
+    timing = training.method.timing
     has_delay = timing.delay > 0
     assert step is not None  # only tests without a model have none
 
@@ -95,7 +96,8 @@ def local_steps(
 
     rows = training.workers.rows(jax.tree.map(jnp.asarray, batch))
     worker_state, (metrics, statistics) = training.workers.each(one)(worker_state, rows, shared)
-    number, past = state.step + 1, local.past
+    number = state.step + 1
+    past = local.past
     if past is not None:
         past = remember_statistics(past, statistics, number, metrics.is_skipped)
     talks = count_step(training, local.talks, metrics.num_tokens, metrics.is_skipped)
@@ -150,7 +152,8 @@ class ForeignRows(StepPart):
         return replace(after, params=self._own(after.params, before.params))
 
     def _own(self, tree: Any, otherwise: Any) -> Any:
-        arrays, other_arrays = flat(tree), flat(otherwise)
+        arrays = flat(tree)
+        other_arrays = flat(otherwise)
         training = self.training
         trained = {path: arrays[path] for path in training.leaves}
         masked = mask_foreign(training.method, training.leaves, self.number, trained, other_arrays)
@@ -219,7 +222,8 @@ def exchange_late(training: WorkerTraining, state: TrainState, sent: Collection[
         sent: Numbers of the fragments that are sent, without a conditional: nothing keeps the
             compiler from running their collectives beside the products of the step.
     """
-    timing, before = training.method.timing, state
+    timing = training.method.timing
+    before = state
     for fragment in training.fragments:
         number = fragment.number
         waiting = arrived = local_of(before).arrived[number]
@@ -257,7 +261,9 @@ def _send(
     training: WorkerTraining, fragment: Fragment, state: TrainState, is_beside: bool = False
 ) -> tuple[Arrived, TrainState]:
     """Return what an exchange of a fragment brings, and the state after it."""
-    method, local, number = training.method, local_of(state), fragment.number
+    method = training.method
+    local = local_of(state)
+    number = fragment.number
     slow = fragment.take(flat(state.params)) if method.is_shared else None
     params = fragment.take(flat(local.params), leading=1)
     pseudo, talk = send(
@@ -271,9 +277,11 @@ def _send(
         key=jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number),
         is_beside=is_beside,
     )
-    total, past = None, local.past
+    total = None
+    past = local.past
     if past is not None and not number:
-        total, past = total_of(past, state.step), jax.tree.map(jnp.zeros_like, past)
+        total = total_of(past, state.step)
+        past = jax.tree.map(jnp.zeros_like, past)
     state = replace(
         _with_talk(state, number, talk),
         skipped=jnp.sum(local.skipped),
@@ -288,7 +296,9 @@ def merge_arrived(
     training: WorkerTraining, fragment: Fragment, arrived: Arrived, state: TrainState
 ) -> TrainState:
     """Return the state with what an exchange has brought."""
-    method, local, number = training.method, local_of(state), fragment.number
+    method = training.method
+    local = local_of(state)
+    number = fragment.number
     slow = fragment.take(flat(state.params)) if method.is_shared else None
     mine = flat(local.params)
     local_params, slow, outer, talk = merge(
@@ -323,7 +333,8 @@ def _measure(
     if training.method.anchor == "merged":
         wide = jax.tree.map(jnp.subtract, anchor, wide)
     apart = jax.tree.map(lambda a, x, p: (a - x) - p, anchor, params, wide)
-    norm, distance = _norms(wide), _norms(apart)
+    norm = _norms(wide)
+    distance = _norms(apart)
     return {"outer_norm": norm, "spread": distance / jnp.maximum(norm, 1e-30)}
 
 

@@ -116,7 +116,8 @@ def slowness(
     Returns:
         The residuals, NaN without a message, and whether each is above its threshold.
     """
-    logs, ratios = np.log(matrix.seconds), np.full(matrix.seconds.shape, np.nan)
+    logs = np.log(matrix.seconds)
+    ratios = np.full(matrix.seconds.shape, np.nan)
     floors = np.full(matrix.seconds.shape, np.inf)
     for row in range(len(matrix.rows)):
         for reach in range(len(REACHES)):
@@ -220,7 +221,8 @@ def in_words(
         ]
     for fault in faults:
         if isinstance(fault, SlowLink):
-            source, target = devices[fault.source], devices[fault.target]
+            source = devices[fault.source]
+            target = devices[fault.target]
             lines.append(
                 f"link {source} -> {target} on the axis {fault.axis} is slow: a message from"
                 f" process {process_of[source]} to {process_of[target]} takes {fault.ratio:.1f}"

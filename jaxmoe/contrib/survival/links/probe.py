@@ -83,14 +83,16 @@ def process_rounds(processes: Sequence[int], shift: int) -> list[list[Pair]]:
     places: dict[int, list[int]] = {}
     for place, process in enumerate(processes):
         places.setdefault(process, []).append(place)
-    number, order = len(places), sorted(places)
+    number = len(places)
+    order = sorted(places)
     if len({*map(len, places.values())}) > 1:
         counts = {process: len(places[process]) for process in order}
         raise ValueError(
             f"pairs=processes needs as many devices on every process, and they have {counts}:"
             " measure pairs=neighbours"
         )
-    cycle, cycles = number // math.gcd(number, shift), math.gcd(number, shift)
+    cycle = number // math.gcd(number, shift)
+    cycles = math.gcd(number, shift)
     turns = [range(0, cycle - 1, 2), range(1, cycle - cycle % 2, 2)]
     turns += [range(cycle - 1, cycle)] * (cycle % 2)
     return [
@@ -152,7 +154,9 @@ class LinkProbe:
         processes: Sequence[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.mesh, self._repeats, self._clock = mesh, repeats, clock
+        self.mesh = mesh
+        self._repeats = repeats
+        self._clock = clock
         self._spec = PartitionSpec(mesh.axis_names)
         devices = list(mesh.devices.flat)
         me = jax.process_index()

@@ -108,8 +108,11 @@ class LinkHook:
         log: Callable[[int, Mapping[str, float]], None],
         rule: LinkRule | None = None,
     ):
-        self._make_probe, self._probe = make_probe, None
-        self._every, self._report, self._log = every, report, log
+        self._make_probe = make_probe
+        self._probe = None
+        self._every = every
+        self._report = report
+        self._log = log
         self._watch = LinkWatch(rule)
 
     def is_due(self, step: int) -> bool:

@@ -117,7 +117,8 @@ class Computation:
             batch_axes: Mesh axes over which sequences are spread.
         """
         moe, layout, (batch, length, width) = self.moe, self.layout, x.shape
-        key, sequence_axes = _given(given.key), layout.sequence_axes
+        key = _given(given.key)
+        sequence_axes = layout.sequence_axes
         tokens = x.reshape(batch * length, width)  # T, D
 
         # Route: experts, gates and capacity.
@@ -184,7 +185,8 @@ class Computation:
         if self.layout.route is None:
             return None
         arrays = (given.context["tokens"], given.token_mask, given.carry["expert_device"])
-        batch, own_axes = arrays[0].shape[0], self.layout.own_axes
+        batch = arrays[0].shape[0]
+        own_axes = self.layout.own_axes
         arrays = tuple(array.reshape(-1) for array in arrays)
         if own_axes:
             arrays = tuple(own_positions(array, batch, own_axes) for array in arrays)
@@ -256,7 +258,8 @@ def _router_inputs(
         multiplier: Factor of the router logits.
         extent: Place of the tokens in the batch.
     """
-    context, replayed = dict(given.context), None
+    context = dict(given.context)
+    replayed = None
     if EXPERTS in context:
         experts = context.pop(EXPERTS).astype(jnp.int32)
         replayed = jax.lax.dynamic_index_in_dim(experts, given.layer, axis=2, keepdims=False)
@@ -295,7 +298,8 @@ def _assign(
     Returns:
         The assignments of tokens to experts, and the statistics of this device's tokens.
     """
-    selection, statistics = output.selection, output.statistics
+    selection = output.selection
+    statistics = output.statistics
     assignments = Assignments(
         token_ids=selection.token_ids,
         expert_ids=selection.expert_ids,

@@ -45,7 +45,8 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self) -> dict[str, Weight]:
         """Return `gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised."""
-        num_experts, hidden = self.num_experts, self.expert_dim
+        num_experts = self.num_experts
+        hidden = self.expert_dim
         gate_up = Declaration(
             shape=(num_experts, self.embed_dim, 2, hidden),
             axes=(ax.EXPERTS, ax.EXPERT_EMBED, ax.GATE_UP, ax.EXPERT_MLP),

@@ -72,7 +72,9 @@ class MoE(nn.Module):
         Returns:
             The output in the compute dtype, and what routing reports.
         """
-        moe, placement, width = self.moe, self.execution.placement, self.context.embed_dim
+        moe = self.moe
+        placement = self.execution.placement
+        width = self.context.embed_dim
         router = moe.build_router(width)
         params = RouterParameters(router, name="router")()
         weights: dict[str, Any] = {}

@@ -98,7 +98,8 @@ def check_layout(
         ValueError: A router that mixes tokens, with experts spread and sequences cut; or
             assignments that the chunks of the dispatcher cannot cut, or that cannot move.
     """
-    rules, dispatcher = execution.axis_rules, execution.dispatcher
+    rules = execution.axis_rules
+    dispatcher = execution.dispatcher
 
     def devices(*names: str) -> int:
         return math.prod(mesh.get(axis, 1) for name in names for axis in rules.mesh_axes(name))
@@ -109,7 +110,8 @@ def check_layout(
         _check_whole(moe, rules.mesh_axes(ax.ACT_SEQ), mesh)
     if devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
         tokens = sequences * length // devices(ax.ACT_SEQ)
-        is_token_major, places = moe.router.traits.is_token_major, devices(ax.EXPERTS)
+        is_token_major = moe.router.traits.is_token_major
+        places = devices(ax.EXPERTS)
         if (route := token_route(dispatcher)) is not None and places > 1:
             route.check_tokens(tokens, places, is_token_major=is_token_major)
         dispatcher.check_tokens(tokens, is_token_major=is_token_major)

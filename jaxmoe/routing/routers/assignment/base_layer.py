@@ -96,7 +96,8 @@ class BaseLayer(StatelessRouter):
 
     def _balance(self, logits: Float[Array, "T E"], inputs: RouterInputs) -> Bool[Array, "T E"]:
         """Return which experts do not reject each token."""
-        extent, scope = inputs.extent, self.config.scope
+        extent = inputs.extent
+        scope = self.config.scope
         axes = scope_axes(extent, scope)
         parts = (logits, inputs.token_mask, token_index(inputs))
         scopes = [split_scopes(part, extent, scope) for part in parts]

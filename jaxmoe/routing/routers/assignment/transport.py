@@ -38,7 +38,8 @@ def scalings(
         scope: Tokens over which the plan is even.
         iterations: Sinkhorn iterations, at least 1.
     """
-    extent, axes = inputs.extent, scope_axes(inputs.extent, scope)
+    extent = inputs.extent
+    axes = scope_axes(inputs.extent, scope)
     is_real = split_scopes(inputs.token_mask, extent, scope)  # G, n
     cost = jax.lax.stop_gradient(cost)
     cost = jnp.where(inputs.token_mask[:, None], cost, 0.0)

@@ -140,7 +140,8 @@ def scheduled_k(
         k_min: Smallest k.
         k_max: Largest k.
     """
-    low, width = math.exp(-0.5 * (0.5 / 0.22) ** 2), 0.22
+    low = math.exp(-0.5 * (0.5 / 0.22) ** 2)
+    width = 0.22
     bell = (jnp.exp(-0.5 * ((ratio - 0.5) / width) ** 2) - low) / (1.0 - low)
     share = {
         "constant": jnp.ones_like(ratio),
@@ -193,7 +194,8 @@ class ExpertChoice(StatelessRouter):
         Raises:
             ValueError: the schedule depends on the masked share, and `context` has no `mask_ratio`.
         """
-        config, k_max = self.config, self.config.k_max or self.top_k
+        config = self.config
+        k_max = self.config.k_max or self.top_k
         ratio = inputs.context.get("mask_ratio")
         if config.schedule == "constant":
             k = jnp.full(inputs.token_mask.shape, k_max, jnp.int32)
@@ -216,7 +218,8 @@ class ExpertChoice(StatelessRouter):
     ) -> tuple[Int[Array, "E G C"], Bool[Array, "E G C"]]:
         """Return the rows of the tokens that each expert takes, by scope, and which slots are
         filled."""
-        extent, scope = inputs.extent, self.config.scope
+        extent = inputs.extent
+        scope = self.config.scope
         axes = scope_axes(extent, scope)
         mask = split_scopes(inputs.token_mask, extent, scope)
         values = split_scopes(preference, extent, scope)

@@ -102,12 +102,14 @@ class KMeans(StatelessRouter):
     ) -> RouterOutput:
         """Choose the K nearest experts of each token."""
         del params, key
-        x, config = inputs.x.astype(jnp.float32), self.config
+        x = inputs.x.astype(jnp.float32)
+        config = self.config
         centroids = jax.lax.stop_gradient(state["centroids"])
         cosines = jnp.einsum(
             "td,ed->te", _unit(x), _unit(centroids), preferred_element_type=jnp.float32
         )
-        preference, extra = cosines, {}
+        preference = cosines
+        extra = {}
         if config.bias is not None:
             preference, extra = config.bias.prefer(
                 state["selection"], 0.5 + 0.5 * cosines, inputs, top_k=self.top_k, train=train

@@ -121,7 +121,8 @@ class TokenChoice(StatelessRouter):
         """Choose the K preferred experts of each token."""
         config = self.config
         scored = config.score(params, inputs, top_k=self.top_k, train=train, key=key)
-        preference, extra = scored.preference, scored.extra
+        preference = scored.preference
+        extra = scored.extra
         if config.bias is not None:
             scores = jnp.exp(scored.log_scores)
             preference, more = config.bias.prefer(
@@ -177,7 +178,8 @@ def choose(
         The selection, and the statistics of the replay.
     """
     num_experts = scored.logits.shape[1]
-    expert_ids, extra = preferred, dict[str, Array]()
+    expert_ids = preferred
+    extra = dict[str, Array]()
     if inputs.replayed is not None:
         expert_ids, extra = replayed(preferred, inputs.replayed, inputs.token_mask, num_experts)
     source = scored.logits if scored.is_over_chosen else scored.log_scores
