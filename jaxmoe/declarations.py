@@ -56,8 +56,15 @@ ROLES: Final[tuple[Role, ...]] = Role.__args__  # pyright: ignore[reportAttribut
 
 _OWN_DTYPE_ROLES: Final[frozenset[Role]] = frozenset(
     (
-        *("router", "router_residual", "router_noise", "constant", "constant_mix", "state"),
-        *("connection", "connection_bias", "memory_key"),
+        "router",
+        "router_residual",
+        "router_noise",
+        "constant",
+        "constant_mix",
+        "state",
+        "connection",
+        "connection_bias",
+        "memory_key",
     )
 )
 FACTORS: Final = ("down", "up", "scale")

@@ -132,7 +132,10 @@ def _write_files(config: FinetuneBenchConfig, place: str) -> None:
 def _given(config: FinetuneBenchConfig, place: str) -> dict[str, Any]:
     """Return what both sides are given."""
     return {
-        **{"model": f"{place}/model", "adapter": f"{place}/adapter"},
-        **{"batch": config.batch_size, "length": config.sequence_length},
-        **{"learning_rate": config.learning_rate, "unroll": config.unroll},
+        "model": f"{place}/model",
+        "adapter": f"{place}/adapter",
+        "batch": config.batch_size,
+        "length": config.sequence_length,
+        "learning_rate": config.learning_rate,
+        "unroll": config.unroll,
     }

@@ -32,14 +32,27 @@ from jaxmoe.configs import (
 from jaxmoe.field_docs import field_docs
 
 _COMMON: Final = (
-    *("run.directory", "run.name", "data.path", "training.steps", "training.batch_size"),
-    *("training.sequence_length", "optimizer.learning_rate", "model.num_layers"),
-    *("model.embed_dim", "model.moe.num_experts", "model.moe.top_k", "execution.mesh.data"),
+    "run.directory",
+    "run.name",
+    "data.path",
+    "training.steps",
+    "training.batch_size",
+    "training.sequence_length",
+    "optimizer.learning_rate",
+    "model.num_layers",
+    "model.embed_dim",
+    "model.moe.num_experts",
+    "model.moe.top_k",
+    "execution.mesh.data",
 )
 _MOST_LINES = 115
 """Lines of a page that has all fields."""
 _PLACEHOLDERS: Final[Mapping[Any, str]] = {
-    **{int: "INT", float: "FLOAT", str: "STR", bool: "True|False", type(None): "None"},
+    int: "INT",
+    float: "FLOAT",
+    str: "STR",
+    bool: "True|False",
+    type(None): "None",
     Ellipsis: "...",
 }
 

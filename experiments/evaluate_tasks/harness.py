@@ -274,7 +274,9 @@ def _warn(num_truncated: int, num_requests: int, max_length: int) -> None:
         logger.warning(
             "%d of %d requests are longer than %d tokens: the start of their context is cut off."
             " Raise --max_length up to the length the model was trained on",
-            *(num_truncated, num_requests, max_length),
+            num_truncated,
+            num_requests,
+            max_length,
         )
 
 

@@ -64,8 +64,13 @@ from jaxmoe.run.directory import RunDirectory
 
 FINAL = frozenset(
     {
-        *(ExitCode.DONE, ExitCode.BAD_CONFIGURATION, ExitCode.DIVERGED, ExitCode.DAMAGED),
-        *(ExitCode.CORRUPTED, ExitCode.TAKEN_OVER, ExitCode.INTERRUPTED),
+        ExitCode.DONE,
+        ExitCode.BAD_CONFIGURATION,
+        ExitCode.DIVERGED,
+        ExitCode.DAMAGED,
+        ExitCode.CORRUPTED,
+        ExitCode.TAKEN_OVER,
+        ExitCode.INTERRUPTED,
     }
 )
 """Exit codes after which a restart would end the same way, or is not wanted."""

@@ -18,7 +18,19 @@ from experiments.recipes.tiny import tiny
 DEFAULT = "tiny"
 
 _ALL = (
-    *(tiny, hybrid, hyperp, markov, languages, diffusion, d8, d12, d16, d20, d24),
-    *(olmoe_1b_7b, mixtral_8x7b, qwen3_30b_a3b),
+    tiny,
+    hybrid,
+    hyperp,
+    markov,
+    languages,
+    diffusion,
+    d8,
+    d12,
+    d16,
+    d20,
+    d24,
+    olmoe_1b_7b,
+    mixtral_8x7b,
+    qwen3_30b_a3b,
 )
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}

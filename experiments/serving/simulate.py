@@ -68,8 +68,19 @@ from jaxmoe.serve.policies.retention import RETENTION
 from jaxmoe.serve.requests import LatencyObjective
 
 HEADINGS = (
-    *("policy", "rate/s", "goodput/s", "within SLO", "ttft s", "tpot ms", "tokens/s"),
-    *("preempted", "cached", "moved", "expert GB", "copies", "J/token"),
+    "policy",
+    "rate/s",
+    "goodput/s",
+    "within SLO",
+    "ttft s",
+    "tpot ms",
+    "tokens/s",
+    "preempted",
+    "cached",
+    "moved",
+    "expert GB",
+    "copies",
+    "J/token",
 )
 
 
@@ -131,7 +142,8 @@ class SimulateConfig:
 
     def __post_init__(self) -> None:
         members: dict[str, Mapping[str, Any]] = {
-            **{"preset": PRESETS, "chip": CHIPS},
+            "preset": PRESETS,
+            "chip": CHIPS,
             **_POLICIES,
         }
         for field, names in members.items():

@@ -86,7 +86,9 @@ def generate(
     """
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     parts = stream(
-        *(model, params, prompt),
+        model,
+        params,
+        prompt,
         num_tokens=num_tokens,
         key=key,
         sampling=sampling,

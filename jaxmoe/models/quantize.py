@@ -51,8 +51,14 @@ from sharding.rules import LogicalAxisRules
 
 QUANTIZED_ROLES: Final[frozenset[Role]] = frozenset(
     {
-        *("attention_in", "attention_out", "mlp_in", "mlp_out"),
-        *("shared_in", "shared_out", "expert_in", "expert_out"),
+        "attention_in",
+        "attention_out",
+        "mlp_in",
+        "mlp_out",
+        "shared_in",
+        "shared_out",
+        "expert_in",
+        "expert_out",
     }
 )
 LARGEST_BLOCK: Final = 128

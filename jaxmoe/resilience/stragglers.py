@@ -35,7 +35,11 @@ from jaxmoe.training.stopwatch import Stopwatch
 from sharding.distributed import gather
 
 BEFORE = (
-    *(kinds.DATA, kinds.HOOKS, kinds.EVALUATE, kinds.CHECKPOINT, kinds.REPORT),
+    kinds.DATA,
+    kinds.HOOKS,
+    kinds.EVALUATE,
+    kinds.CHECKPOINT,
+    kinds.REPORT,
     kinds.LOOP,
 )
 """Kinds of time before the collective."""

@@ -102,15 +102,32 @@ class RunPartConfig(abc.ABC):
 
 
 FREE_FIELDS = (
-    *("run", "execution", "checkpoint", "tracking", "profile", "watch", "processes", "parts"),
-    *("data.cache", "training.max_norm_ratio", "training.rollbacks"),
+    "run",
+    "execution",
+    "checkpoint",
+    "tracking",
+    "profile",
+    "watch",
+    "processes",
+    "parts",
+    "data.cache",
+    "training.max_norm_ratio",
+    "training.rollbacks",
 )
 """Fields that may change when a run is resumed: none changes the loss of an accepted step beyond
 rounding."""
 EXTENSION_FIELDS = (
-    *("schedule", "evaluation", "optimizer.learning_rate", "optimizer.weight_decay"),
-    *("optimizer.adamw_ratio", "training.steps", "training.clip", "training.max_skipped"),
-    *("training.accumulation", "training.accumulated_balance", "training.assign"),
+    "schedule",
+    "evaluation",
+    "optimizer.learning_rate",
+    "optimizer.weight_decay",
+    "optimizer.adamw_ratio",
+    "training.steps",
+    "training.clip",
+    "training.max_skipped",
+    "training.accumulation",
+    "training.accumulated_balance",
+    "training.assign",
 )
 """Fields that may change as well when a run is extended or branched: parameters, optimiser state
 and data position keep their meaning. See `jaxmoe/run/provenance/lineage.py`."""

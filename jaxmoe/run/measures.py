@@ -209,7 +209,10 @@ def measure_reading(
     model = assembly.plan.model
     execution = assembly.execution
     loss = compare_readings(
-        *(model, state.params, state.router_state, assembly.held_out()),
+        model,
+        state.params,
+        state.router_state,
+        assembly.held_out(),
         execution=execution,
         reading=reading,
     )

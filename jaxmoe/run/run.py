@@ -339,7 +339,9 @@ class Run:
                     + "\n  ".join(lines)
                 )
         assembly, state, manifest = restore_run(
-            *(self.config, self.directory, step),
+            self.config,
+            self.directory,
+            step,
             needs_data=needs_data,
             has_own_data=self._has_own_data,
             devices=jax.local_devices(backend="cpu")[:1] if self._is_on_host else None,

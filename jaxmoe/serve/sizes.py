@@ -56,7 +56,11 @@ class EngineSizesConfig:
 
     def __post_init__(self):
         for field in (
-            *("max_sequences", "max_length", "pages", "page_size", "max_waiting"),
+            "max_sequences",
+            "max_length",
+            "pages",
+            "page_size",
+            "max_waiting",
             "logit_budget",
         ):
             value = getattr(self, field)

@@ -19,8 +19,13 @@ Values = dict[Name, Any]
 
 PRODUCTS = frozenset(
     {
-        *("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"),
-        *("pallas_call", "custom_call", "ffi_call"),
+        "dot_general",
+        "ragged_dot",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "pallas_call",
+        "custom_call",
+        "ffi_call",
     }
 )
 """Primitives of products and kernels."""

@@ -20,10 +20,28 @@ from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from pallas_kernels import flash_attention
 
 SMALL_STEP = (
-    *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.moe.expert_dim", "4"),
-    *("--model.attention.num_heads", "2", "--model.attention.num_kv_heads", "2"),
-    *("--model.attention.head_dim", "4", "--model.moe.num_experts", "4"),
-    *("--batch_size", "2", "--sequence_length", "8", "--warm_up", "1", "--rounds", "3"),
+    "--model.num_layers",
+    "1",
+    "--model.embed_dim",
+    "8",
+    "--model.moe.expert_dim",
+    "4",
+    "--model.attention.num_heads",
+    "2",
+    "--model.attention.num_kv_heads",
+    "2",
+    "--model.attention.head_dim",
+    "4",
+    "--model.moe.num_experts",
+    "4",
+    "--batch_size",
+    "2",
+    "--sequence_length",
+    "8",
+    "--warm_up",
+    "1",
+    "--rounds",
+    "3",
 )
 
 

@@ -163,7 +163,9 @@ def test_program_of_the_peer_is_read_behind_its_own_command(maxtext):
 def test_a_peer_out_of_memory_is_a_result(maxtext):
     result = maxtext("compile_topology=v5e-8", "model_name=huge")
     assert (result["kind"], result["needed"], result["available"]) == (
-        *("DoesNotFit", 3 * 2**30, 2 * 2**30),
+        "DoesNotFit",
+        3 * 2**30,
+        2 * 2**30,
     )
 
 

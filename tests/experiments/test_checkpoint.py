@@ -93,7 +93,9 @@ def test_generate_equals_dequantised_weights(converted, capsys):
         is_leaf=lambda leaf: isinstance(leaf, QuantizedArray),
     )
     wanted = decode.generate(
-        *(assembly.plan.model, turned, prompt),
+        assembly.plan.model,
+        turned,
+        prompt,
         num_tokens=8,
         key=jax.random.key(0),
         temperature=0.0,

@@ -88,9 +88,7 @@ def test_fields_in_both_spellings(flag):
 
 
 def test_fields_of_every_kind():
-    _, given = run(
-        *("--model.layers", "0", "2", "--model.window", "16", "--model.is_tied", "False")
-    )
+    _, given = run("--model.layers", "0", "2", "--model.window", "16", "--model.is_tied", "False")
     assert given.model == Model(layers=(0, 2), window=16, is_tied=False)
     assert run("--model.window", "None")[1] == Run()
 
@@ -157,7 +155,10 @@ def test_tuples_by_name():
 def test_tuples_keep_the_items_of_the_recipe_and_are_judged_with_everything_else():
     # Two balancers are an error until the router is read: it comes later on the line.
     given = moe(
-        *("late_softmax", "--model.moe.balancers", "expert_bias", "balance"),
+        "late_softmax",
+        "--model.moe.balancers",
+        "expert_bias",
+        "balance",
         "model.moe.router:sigmoid_topk",
     )
     assert given.balancers == (Bias(), Balance(coefficient=0.7))

@@ -209,10 +209,20 @@ def test_trained_vocabulary_is_exported_and_imported(tmp_path):
     convert("--run.directory", run, "--to_huggingface", "auto", "--to", str(tmp_path / "hf"))
     source = load_run(run, None)[0].source
     convert(
-        *("--from_huggingface", str(tmp_path / "hf"), "--to", str(tmp_path / "new")),
-        *("imported.data:files", "--imported.data.path", str(tmp_path / "text")),
-        *("--imported.data.cache", str(tmp_path / "cache2")),
-        *("--imported.batch_size", "8", "--imported.sequence_length", "16", *ONE),
+        "--from_huggingface",
+        str(tmp_path / "hf"),
+        "--to",
+        str(tmp_path / "new"),
+        "imported.data:files",
+        "--imported.data.path",
+        str(tmp_path / "text"),
+        "--imported.data.cache",
+        str(tmp_path / "cache2"),
+        "--imported.batch_size",
+        "8",
+        "--imported.sequence_length",
+        "16",
+        *ONE,
     )
     shutil.rmtree(tmp_path / "hf")
     again = load_run(str(tmp_path / "new"), None)[0].source

@@ -81,7 +81,9 @@ def shapes_of(fields):
         yield f"{block}.mlp.gate.weight", (fields["num_experts"], width)
         for expert in range(fields["num_experts"]):
             for part, shape in {
-                **{"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+                "gate": (inner, width),
+                "up": (inner, width),
+                "down": (width, inner),
             }.items():
                 yield f"{block}.mlp.experts.{expert}.{part}_proj.weight", shape
     yield "model.norm.weight", (width,)

@@ -69,7 +69,7 @@ def test_imported_adapter_is_a_run_without_the_base(folder):
 
 def test_exported_adapter_is_the_imported_one_bit_for_bit(folder):
     code = convert(
-        *("--run.directory", folder / "run", "--to_huggingface", "peft", "--to", folder / "again")
+        "--run.directory", folder / "run", "--to_huggingface", "peft", "--to", folder / "again"
     )
     assert code == ExitCode.DONE
     before, after = (open_tensors(folder / name / TENSORS) for name in ("adapter", "again"))

@@ -25,8 +25,16 @@ TARGETS = ("--adapter.targets.roles", "attention_in")
 ADAPTER = ("adapter:lora", "--adapter.rank", "2", *TARGETS)
 OTHERS = {
     "adalora": (
-        *("--adapter.rank", "4", "--adapter.target_rank", "2", "--adapter.initial", "0"),
-        *("--adapter.final", "3", "--adapter.interval", "1"),
+        "--adapter.rank",
+        "4",
+        "--adapter.target_rank",
+        "2",
+        "--adapter.initial",
+        "0",
+        "--adapter.final",
+        "3",
+        "--adapter.interval",
+        "1",
     ),
     "switch_lora": ("--adapter.rank", "2", "--adapter.rate", "0.5", "--adapter.candidates", "4"),
     "mixture_of_shards": ("--adapter.rank", "4"),

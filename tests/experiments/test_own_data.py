@@ -17,13 +17,35 @@ from jaxmoe.data.tokenizer import FileConfig, TrainedConfig
 from jaxmoe.training.feed import LoaderFeed
 
 SMALL = (
-    *("--model.num_layers", "1", "--model.embed_dim", "16"),
-    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
-    *("--model.attention.head_dim", "16", "--model.moe.expert_dim", "16"),
-    *("--model.moe.num_experts", "4", "--training.steps", "4"),
-    *("--training.batch_size", "8", "--training.sequence_length", "16"),
-    *("--schedule.warmup_steps", "2", "--evaluation.batches", "1", "--checkpoint.every", "2"),
-    *("--tracking.trackers", "--tracking.sample_length", "0"),
+    "--model.num_layers",
+    "1",
+    "--model.embed_dim",
+    "16",
+    "--model.attention.num_heads",
+    "1",
+    "--model.attention.num_kv_heads",
+    "1",
+    "--model.attention.head_dim",
+    "16",
+    "--model.moe.expert_dim",
+    "16",
+    "--model.moe.num_experts",
+    "4",
+    "--training.steps",
+    "4",
+    "--training.batch_size",
+    "8",
+    "--training.sequence_length",
+    "16",
+    "--schedule.warmup_steps",
+    "2",
+    "--evaluation.batches",
+    "1",
+    "--checkpoint.every",
+    "2",
+    "--tracking.trackers",
+    "--tracking.sample_length",
+    "0",
 )
 
 
@@ -186,7 +208,7 @@ def test_data_that_does_not_fit_is_refused_before_compiling(tmp_path, capsys):
     text = _refused(capsys, "--data.path", "docs", "data.tokenizer:ids")
     assert "holds text, and data.tokenizer:ids reads token ids only" in text
     text = _refused(
-        capsys, *("--data.path", "docs", "data.tokenizer:trained"), "--model.vocab_size", "100"
+        capsys, "--data.path", "docs", "data.tokenizer:trained", "--model.vocab_size", "100"
     )
     assert "model.vocab_size=100 is smaller than the vocabulary of the data" in text
     assert "give --model.vocab_size 550" in text

@@ -44,7 +44,11 @@ def test_the_tables_have_a_row_per_arm_and_per_parameter():
         }
     )
     assert [line.split()[0] for line in text.splitlines() if line] == [
-        *("arm", "full", "int8-2", "error", "head/weight"),
+        "arm",
+        "full",
+        "int8-2",
+        "error",
+        "head/weight",
     ]
     assert "+0.1000  +- 0.0500" in text
 

@@ -55,9 +55,20 @@ pretrain.main(sys.argv[1:])
 def test_a_run_leaves_every_file(finished):
     summary = json.loads((finished / "summary.json").read_text())
     wanted = (
-        *("status", "steps", "tokens", "final_loss", "eval_bits_per_byte", "tokens_per_second"),
-        *("parameters_total", "parameters_active", "compile_seconds", "wall_seconds"),
-        *("router_max_violation", "router_dropped_fraction", "checkpoint_step", "mesh"),
+        "status",
+        "steps",
+        "tokens",
+        "final_loss",
+        "eval_bits_per_byte",
+        "tokens_per_second",
+        "parameters_total",
+        "parameters_active",
+        "compile_seconds",
+        "wall_seconds",
+        "router_max_violation",
+        "router_dropped_fraction",
+        "checkpoint_step",
+        "mesh",
         "implementations",
     )
     assert set(wanted) <= summary.keys()
@@ -136,9 +147,16 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(tmp_path, capsys, mo
 def test_a_line_is_printed_before_every_silent_stretch(finished):
     lines = (finished.parent / "printed.txt").read_text().splitlines()
     expected = (
-        *("pretrain markov: finding devices", "jaxmoe pretrain", "compiling the training step"),
-        *("compiled in", "step=6/6", "computing reference losses", "writing samples"),
-        *("drawing plots and the report", "done at step 6", "see "),
+        "pretrain markov: finding devices",
+        "jaxmoe pretrain",
+        "compiling the training step",
+        "compiled in",
+        "step=6/6",
+        "computing reference losses",
+        "writing samples",
+        "drawing plots and the report",
+        "done at step 6",
+        "see ",
     )
     found = [next(i for i, line in enumerate(lines) if line.startswith(s)) for s in expected]
     assert found == sorted(found) and found[0] == 0

@@ -23,11 +23,30 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 6
 
 SMALL = (
-    *("tiny", "--training.steps", str(STEPS), "--training.batch_size", "16"),
-    *("--training.sequence_length", "32", "--schedule.warmup_steps", "2"),
-    *("--model.num_layers", "2", "--model.embed_dim", "32", "--model.moe.expert_dim", "16"),
-    *("--evaluation.every", "3", "--evaluation.batches", "2", "--checkpoint.every", "3"),
-    *("--tracking.print_every", "1", "--tracking.trackers"),
+    "tiny",
+    "--training.steps",
+    str(STEPS),
+    "--training.batch_size",
+    "16",
+    "--training.sequence_length",
+    "32",
+    "--schedule.warmup_steps",
+    "2",
+    "--model.num_layers",
+    "2",
+    "--model.embed_dim",
+    "32",
+    "--model.moe.expert_dim",
+    "16",
+    "--evaluation.every",
+    "3",
+    "--evaluation.batches",
+    "2",
+    "--checkpoint.every",
+    "3",
+    "--tracking.print_every",
+    "1",
+    "--tracking.trackers",
 )
 # Processes, devices of each, and the mesh. The rows of a process are its own, or those of others.
 LAYOUTS = {

@@ -246,7 +246,12 @@ def test_answers_drawn_ahead_and_sent_updates_are_bitwise_those_of_copies(begun,
 REFUSED = {
     "--checkpoint.initial is missing": ("--rl.group", "2"),
     "training.batch_size=8 must be rl.prompts x rl.group = 4": (
-        *("--rl.group", "2", "--rl.prompts", "2", "--training.batch_size", "8"),
+        "--rl.group",
+        "2",
+        "--rl.prompts",
+        "2",
+        "--training.batch_size",
+        "8",
     ),
     "training.objective:next_token trains on data": ("training.objective:next_token",),
     "must be at least rl.max_tokens=500": ("--rl.max_tokens", "500"),

@@ -38,11 +38,32 @@ from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
 TINY = (
-    *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),
-    *("--model.attention.num_kv_heads", "1", "--model.attention.head_dim", "8"),
-    *("--model.moe.num_experts", "4", "--model.moe.expert_dim", "8", "--evaluation_batches", "4"),
-    *("--training.steps", "4", "--training.batch_size", "2", "--training.sequence_length", "16"),
-    *("--schedule.warmup_steps", "1", "--timing_rounds", "1"),
+    "--model.num_layers",
+    "1",
+    "--model.embed_dim",
+    "8",
+    "--model.attention.num_heads",
+    "1",
+    "--model.attention.num_kv_heads",
+    "1",
+    "--model.attention.head_dim",
+    "8",
+    "--model.moe.num_experts",
+    "4",
+    "--model.moe.expert_dim",
+    "8",
+    "--evaluation_batches",
+    "4",
+    "--training.steps",
+    "4",
+    "--training.batch_size",
+    "2",
+    "--training.sequence_length",
+    "16",
+    "--schedule.warmup_steps",
+    "1",
+    "--timing_rounds",
+    "1",
 )
 
 

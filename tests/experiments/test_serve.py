@@ -72,10 +72,24 @@ def test_a_run_is_served_until_a_signal_drains_it(fleet, finished, tmp_path):
 def test_a_run_of_masked_diffusion_is_served_as_it_is_continued(tmp_path, capsys):
     run = tmp_path / "run"
     small = (
-        *("--model.num_layers", "1", "--model.embed_dim", "16", "--model.moe.expert_dim", "16"),
-        *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
-        *("--training.steps", "4", "--evaluation.every", "0", "--evaluation.batches", "1"),
-        *("--tracking.trackers", "tensorboard"),
+        "--model.num_layers",
+        "1",
+        "--model.embed_dim",
+        "16",
+        "--model.moe.expert_dim",
+        "16",
+        "--model.attention.num_heads",
+        "1",
+        "--model.attention.num_kv_heads",
+        "1",
+        "--training.steps",
+        "4",
+        "--evaluation.every",
+        "0",
+        "--evaluation.batches",
+        "1",
+        "--tracking.trackers",
+        "tensorboard",
     )
     assert pretrain.main(["diffusion", "--run.directory", str(run), *small]) == ExitCode.DONE
     prompts = [[1, 2, 3], [0, 1]]

@@ -12,8 +12,15 @@ import pytest
 from experiments.serving.__main__ import main
 
 SMALL = (
-    *("--workload.requests", "4", "--workload.answer_median", "4"),
-    *("--workload.prompt_median", "50", "--rates", "2", "4"),
+    "--workload.requests",
+    "4",
+    "--workload.answer_median",
+    "4",
+    "--workload.prompt_median",
+    "50",
+    "--rates",
+    "2",
+    "4",
 )
 
 

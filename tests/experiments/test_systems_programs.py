@@ -198,8 +198,14 @@ GROUPS = {
             *(
                 f"model.adapter:{kind}"
                 for kind in (
-                    *("adalora", "switch_lora", "mixture_of_shards", "multi_head_routing"),
-                    *("lift", "quantised_choices", "lora_mixer", "remix"),
+                    "adalora",
+                    "switch_lora",
+                    "mixture_of_shards",
+                    "multi_head_routing",
+                    "lift",
+                    "quantised_choices",
+                    "lora_mixer",
+                    "remix",
                 )
             ),
             "training.gradients:surrogate",

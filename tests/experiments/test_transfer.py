@@ -34,15 +34,43 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import TrainState
 
 TINY = (
-    *("--model.num_layers", "1", "--model.embed_dim", "8", "--model.attention.num_heads", "1"),
-    *("--model.attention.num_kv_heads", "1", "--model.attention.head_dim", "8"),
-    *("--model.moe.num_experts", "4", "--model.moe.expert_dim", "8", "--evaluation_batches", "2"),
-    *("--training.batch_size", "2", "--training.sequence_length", "16", "--arms", "standard"),
+    "--model.num_layers",
+    "1",
+    "--model.embed_dim",
+    "8",
+    "--model.attention.num_heads",
+    "1",
+    "--model.attention.num_kv_heads",
+    "1",
+    "--model.attention.head_dim",
+    "8",
+    "--model.moe.num_experts",
+    "4",
+    "--model.moe.expert_dim",
+    "8",
+    "--evaluation_batches",
+    "2",
+    "--training.batch_size",
+    "2",
+    "--training.sequence_length",
+    "16",
+    "--arms",
+    "standard",
 )
 STEPS = ("--budget", "None", "--training.steps", "6")
 SWEEP = (
-    *(*STEPS, "--rates", "0.002", "0.008", "0.032", "--seeds", "2", "--extend", "0"),
-    *("--points", "8", "16"),
+    *STEPS,
+    "--rates",
+    "0.002",
+    "0.008",
+    "0.032",
+    "--seeds",
+    "2",
+    "--extend",
+    "0",
+    "--points",
+    "8",
+    "16",
 )
 SETTING = AxisSetting(
     model=ModelConfig(

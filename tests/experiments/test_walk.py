@@ -26,11 +26,28 @@ from jaxmoe.serve.sizes import EngineSizesConfig
 from tests.support.runs import saved_leaves
 
 SIZES = (
-    *("--model.num_layers", "2", "--model.embed_dim", "16", "--model.dense_dim", "16"),
-    *("--model.attention.num_heads", "1", "--model.attention.num_kv_heads", "1"),
-    *("--model.attention.head_dim", "16", "--model.moe.expert_dim", "16"),
-    *("--training.batch_size", "8", "--training.sequence_length", "32"),
-    *("--evaluation.batches", "1", "--evaluation.every", "0"),
+    "--model.num_layers",
+    "2",
+    "--model.embed_dim",
+    "16",
+    "--model.dense_dim",
+    "16",
+    "--model.attention.num_heads",
+    "1",
+    "--model.attention.num_kv_heads",
+    "1",
+    "--model.attention.head_dim",
+    "16",
+    "--model.moe.expert_dim",
+    "16",
+    "--training.batch_size",
+    "8",
+    "--training.sequence_length",
+    "32",
+    "--evaluation.batches",
+    "1",
+    "--evaluation.every",
+    "0",
 )
 QUIET = ("--tracking.sample_length", "0", "--tracking.trackers")
 
@@ -85,14 +102,20 @@ FITTING = {
     "all parameters": (HyperPConfig(), None, (), "muonh", 0.003),
     "gains alone": (HyperPConfig(), NORMS, (), "adamw", 1e-3),
     "a given rate": (
-        *(HyperPConfig(), SelectConfig(), ("--optimizer.learning-rate=1e-3",)),
-        *("muonh", 1e-3),
+        HyperPConfig(),
+        SelectConfig(),
+        ("--optimizer.learning-rate=1e-3",),
+        "muonh",
+        1e-3,
     ),
     "a given optimizer": (HyperPConfig(), SelectConfig(), ("optimizer:adamw",), "adamw", 1e-3),
     "standard matrices": (StandardConfig(), SelectConfig(), (), "adamw", 1e-3),
     "matrices of another optimizer": (
-        *(StandardConfig(matrices="muon"), SelectConfig(), ()),
-        *("muon", 0.1 * MuonConfig().learning_rate),
+        StandardConfig(matrices="muon"),
+        SelectConfig(),
+        (),
+        "muon",
+        0.1 * MuonConfig().learning_rate,
     ),
 }
 

@@ -107,7 +107,8 @@ COMMANDS = {
     "no capacity": (
         [
             "execution.dispatcher:all_to_all_dropping",
-            *("--execution.dispatcher.capacity_factor", "0"),
+            "--execution.dispatcher.capacity_factor",
+            "0",
         ],
         r"execution\.dispatcher\.capacity_factor=0\.0 must be a positive",
     ),
@@ -198,7 +199,10 @@ COMMANDS = {
     ),
     "more tensor parallelism than key heads": (
         [
-            *("--model.attention.num_heads", "8", "--model.attention.num_kv_heads", "2"),
+            "--model.attention.num_heads",
+            "8",
+            "--model.attention.num_kv_heads",
+            "2",
             *mesh(tensor=8),
         ],
         r"'kv_heads' of size 2 must be divisible by mesh\.tensor=8: set"

@@ -32,8 +32,18 @@ from tests.support.damage import DAMAGE
 
 ALPHABET = 'abc \t"\\{}[]\u00e9\u202e\u2028\x85\U0001f600\x00\x1b\ufeff'
 NAMES = (
-    *("d", "a b", "-x", "a[1]", "a*", "~", "a\nb", "a\x1b[2Jb", "\udcff", "x" * 200),
-    *("a%20b", "'"),
+    "d",
+    "a b",
+    "-x",
+    "a[1]",
+    "a*",
+    "~",
+    "a\nb",
+    "a\x1b[2Jb",
+    "\udcff",
+    "x" * 200,
+    "a%20b",
+    "'",
 )
 SECONDS = 60
 

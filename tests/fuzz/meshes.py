@@ -72,14 +72,23 @@ from tests.support.tolerances import TOLERANCES
 STEPS = 2
 AXES = ("replica", "data", "expert", "seq", "tensor")
 DISPATCHERS = (
-    *(LocalConfig(), AllGatherConfig(), AllToAllConfig(), AllToAllConfig(num_chunks=2)),
+    LocalConfig(),
+    AllGatherConfig(),
+    AllToAllConfig(),
+    AllToAllConfig(num_chunks=2),
     LeastLoadedConfig(borrowed=1, threshold=1.0, min_rows=1),
 )
 FORMS = (
-    *(AllGatherKVConfig(), AllGatherKVConfig(layout="contiguous")),
-    *(UlyssesConfig(), UlyssesConfig(num_chunks=2), UlyssesRingConfig(), UlyssesRingConfig()),
-    *(RingConfig(), RingConfig(layout="document_zigzag", directions="both")),
-    *(TokenRingConfig(), TokenRingConfig(layout="contiguous", form="co_travelling")),
+    AllGatherKVConfig(),
+    AllGatherKVConfig(layout="contiguous"),
+    UlyssesConfig(),
+    UlyssesConfig(num_chunks=2),
+    UlyssesRingConfig(),
+    UlyssesRingConfig(),
+    RingConfig(),
+    RingConfig(layout="document_zigzag", directions="both"),
+    TokenRingConfig(),
+    TokenRingConfig(layout="contiguous", form="co_travelling"),
     AutoSequenceParallelConfig(),
 )
 OPTIMIZER_OF = {
@@ -473,10 +482,14 @@ def describe(config: PretrainConfig) -> str:
         f"layers={model.num_layers}",
         f"{sizes}" if execution.fold is None else f"{sizes} fold={execution.fold}",
         f"{execution.pipeline} {execution.kernels}" if execution.mesh.stage > 1 else "",
-        *(execution.rules, execution.dispatcher.name, execution.sequence_parallel.name),
+        execution.rules,
+        execution.dispatcher.name,
+        execution.sequence_parallel.name,
         f"remat={execution.remat} chunk={execution.loss_chunk} {execution.telemetry}",
         f"{execution.precision.compute}/{execution.precision.matmul.name}",
         f"B={training.batch_size} S={training.sequence_length} parts={training.accumulation}",
-        *(training.accumulated_balance, config.optimizer.name, config.parameterization.name),
+        training.accumulated_balance,
+        config.optimizer.name,
+        config.parameterization.name,
     ]
     return ", ".join(part for part in parts if part)

@@ -20,8 +20,13 @@ from sharding.distributed import batch_part, batch_parts, start_processes
 from sharding.mesh import MeshConfig, make_mesh
 
 NAMES = (
-    *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX"),
-    *("SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS", "TPU_WORKER_HOSTNAMES"),
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+    "JOB_COMPLETION_INDEX",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_STEP_NUM_TASKS",
+    "TPU_WORKER_HOSTNAMES",
     "MEGASCALE_NUM_SLICES",
 )
 LOOPBACK = {"JAX_COORDINATOR_ADDRESS": "localhost:8476"}

@@ -57,7 +57,9 @@ def alone(model, prompt, sampling, num_steps):
     row = np.pad(np.asarray(prompt, np.int32), (0, count))[None]
     law = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k or None)
     filled = diffuse(
-        *(model, params(model), jnp.asarray(row)),
+        model,
+        params(model),
+        jnp.asarray(row),
         jnp.arange(len(row[0]))[None] < len(prompt),
         num_steps=num_steps,
         keys=jax.random.key(sampling.seed)[None],

@@ -252,7 +252,9 @@ def _whole(run, operation, **options) -> None:
 
         def attend(q, k, v):
             return operation(
-                *(q, k, v),
+                q,
+                k,
+                v,
                 axis_name="seq",
                 segment_ids=segment_ids,
                 transport=transport,
@@ -347,9 +349,16 @@ def _forget_semaphores(module: Any) -> None:
 CASES = {
     case.__name__: case
     for case in (
-        *(transfer, rows, blocks, ring, ring_of_tiles),
-        *(ring_attention, ring_attention_by_steps, ring_attention_both_ways),
-        *(token_ring_attention, token_ring_attention_co_travelling),
+        transfer,
+        rows,
+        blocks,
+        ring,
+        ring_of_tiles,
+        ring_attention,
+        ring_attention_by_steps,
+        ring_attention_both_ways,
+        token_ring_attention,
+        token_ring_attention_co_travelling,
     )
 }
 FAULTS = {

@@ -40,7 +40,12 @@ from jaxmoe.tracking.plots import figure_of_panels, save_figure
 
 PICTURE = "coordinates.png"
 HEADINGS = [
-    *("arm", "quantity", "value at 0", "value at the end", "change at 1", "change at the end"),
+    "arm",
+    "quantity",
+    "value at 0",
+    "value at the end",
+    "change at 1",
+    "change at the end",
     "verdict",
 ]
 _FACTORS = 1024

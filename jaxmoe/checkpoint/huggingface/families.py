@@ -239,7 +239,13 @@ OWN: Final = Family(
     model=modeling.model_of,
     fields=modeling.fields_of,
     rules=(
-        *(*ROOT, *ATTENTION, *QK_NORM, *DENSE, *_PROJECTIONS, *SHARED, BIAS),
+        *ROOT,
+        *ATTENTION,
+        *QK_NORM,
+        *DENSE,
+        *_PROJECTIONS,
+        *SHARED,
+        BIAS,
         rule("attention/gate", "self_attn.gate_proj.weight"),
     ),
 )

@@ -32,8 +32,10 @@ from jaxmoe.routing import METHODS
 _EXPAND = 2
 """Channels of recurrent layers over the width, in configs of models without any."""
 _KINDS = {
-    **{"mamba": True, "linear_attention": True},
-    **{"attention": False, "full_attention": False},
+    "mamba": True,
+    "linear_attention": True,
+    "attention": False,
+    "full_attention": False,
 }
 """Whether a layer of a type is recurrent, under the names of versions 4 and 5."""
 
@@ -351,7 +353,8 @@ JAMBA_RULES = (
     *_MAMBA,
     *swiglu("feed_forward", "feed_forward"),
     *experts(
-        *("feed_forward", ("gate_proj", "up_proj", "down_proj")),
+        "feed_forward",
+        ("gate_proj", "up_proj", "down_proj"),
         **{"router": "router", "in_memory": "feed_forward"},
     ),
 )
@@ -369,11 +372,12 @@ GRANITE_RULES = (
     rule("moe/router/weight", f"{_BLOCK}.router.layer.weight", f"{_BLOCK}.router.weight"),
     *(
         rule(
-            *("moe/experts/gate_up", f"{_BLOCK}.input_linear.weight"),
+            "moe/experts/gate_up",
+            f"{_BLOCK}.input_linear.weight",
             f"{_BLOCK}.experts.gate_up_proj",
             half=half,
         )
         for half in (0, 1)
     ),
-    rule(*("moe/experts/down", f"{_BLOCK}.output_linear.weight", f"{_BLOCK}.experts.down_proj")),
+    rule("moe/experts/down", f"{_BLOCK}.output_linear.weight", f"{_BLOCK}.experts.down_proj"),
 )

@@ -21,9 +21,19 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initial values that leave the weights of the model as they are."""
 _UNSUPPORTED = (
-    *("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "layer_replication"),
-    *("modules_to_save", "trainable_token_indices", "alora_invocation_tokens"),
-    *("kasa_config", "velora_config", "monteclora_config", "arrow_config", "use_bdlora"),
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "use_qalora",
+    "layer_replication",
+    "modules_to_save",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+    "arrow_config",
+    "use_bdlora",
 )
 """Fields that change what is computed, and that must be absent, null, false or empty."""
 

@@ -133,7 +133,8 @@ def _copies(
     if found and params is None:
         logger.warning(
             "%s holds weights of the model beside the factors (%s): they are taken to be its own",
-            *(place, ", ".join(found)),
+            place,
+            ", ".join(found),
         )
     flat = {} if params is None or not found else traverse_util.flatten_dict(params(), sep="/")
     for key, row in found.items() if flat else ():

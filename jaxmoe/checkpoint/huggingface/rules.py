@@ -58,8 +58,13 @@ LATENT_ATTENTION = (
     *(
         rule(f"attention/{ours}", f"self_attn.{theirs}.weight")
         for ours, theirs in {
-            **{"q": "q_proj", "q_a": "q_a_proj", "q_norm": "q_a_layernorm", "q_b": "q_b_proj"},
-            **{"kv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_b": "kv_b_proj"},
+            "q": "q_proj",
+            "q_a": "q_a_proj",
+            "q_norm": "q_a_layernorm",
+            "q_b": "q_b_proj",
+            "kv_a": "kv_a_proj_with_mqa",
+            "kv_norm": "kv_a_layernorm",
+            "kv_b": "kv_b_proj",
             "o": "o_proj",
         }.items()
     ),

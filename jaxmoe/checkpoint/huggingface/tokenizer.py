@@ -38,8 +38,12 @@ GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
 _JINJA = "chat_template.jinja"
 _BESIDE = (
-    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", _JINJA),
-    *("vocab.json", "merges.txt"),
+    _SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    _JINJA,
+    "vocab.json",
+    "merges.txt",
 )
 
 

@@ -62,7 +62,8 @@ _RULES: Final = (
     _integer(1, MAX_LAYERS, "attn_layer_period expert_layer_period"),
     _integer(0, MAX_LAYERS, "attn_layer_offset expert_layer_offset"),
     _integer(
-        *(1, MAX_SIZE),
+        1,
+        MAX_SIZE,
         "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads"
         " num_key_value_heads head_dim qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
         " kv_lora_rank q_lora_rank n_shared_experts n_group topk_group max_position_embeddings"
@@ -143,8 +144,10 @@ _OWN_SIZES: Final = {
 }
 """Names of the same sizes in a model with its own modelling file."""
 _STACKED = (
-    *(".experts.gate_up_proj", ".experts.down_proj"),
-    *(".block_sparse_moe.input_linear.weight", ".block_sparse_moe.output_linear.weight"),
+    ".experts.gate_up_proj",
+    ".experts.down_proj",
+    ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.output_linear.weight",
 )
 
 

@@ -42,7 +42,20 @@ from sharding.topology import device_array
 
 # Words of a module's name, split at underscores, digits kept: "q_proj", "fc_in", "wi_0", "lm_head".
 OUTPUTS = {
-    *("q", "k", "v", "query", "key", "value", "qkv", "up", "gate", "wi", "in", "fc1", "w1", "w3"),
+    "q",
+    "k",
+    "v",
+    "query",
+    "key",
+    "value",
+    "qkv",
+    "up",
+    "gate",
+    "wi",
+    "in",
+    "fc1",
+    "w1",
+    "w3",
     "head",
 }
 INPUTS = {"o", "out", "output", "down", "wo", "fc2", "w2"}

@@ -229,8 +229,14 @@ def exchange_gradients(
         keys = jax.random.split(jax.random.wrap_key_data(shared["key"]), len(grads))
         abouts = {
             path: About(
-                *(shared["number"], keys[index], workers.axis, workers.number),
-                *(leaves[path].axes, splits[path], workers.is_spread, alive),
+                shared["number"],
+                keys[index],
+                workers.axis,
+                workers.number,
+                leaves[path].axes,
+                splits[path],
+                workers.is_spread,
+                alive,
                 None if shared["agreed"] is None else shared["agreed"].mask[path],
             )
             for index, path in enumerate(grads)

@@ -169,8 +169,13 @@ def send(
                 after = keep_state(worker_state["weight"] > 0.0, after, state.codec[path])
             codec[path] = after
             setting = About(
-                *(number, leaf_key, workers.axis, workers.number),
-                *(leaf.axes, splits[path], workers.is_spread),
+                number,
+                leaf_key,
+                workers.axis,
+                workers.number,
+                leaf.axes,
+                splits[path],
+                workers.is_spread,
                 factors=factors,
                 round_key=key,
                 is_beside=is_beside,

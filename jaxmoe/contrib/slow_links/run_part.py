@@ -99,7 +99,9 @@ def with_other_workers(
     logger.warning(
         "the checkpoint of step %d has %d workers, and this run %d: each begins with the common"
         " parameters, and what was under way between workers is dropped",
-        *(step, before, number),
+        step,
+        before,
+        number,
     )
 
     def save(path: str, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -28,9 +28,15 @@ STANDARD_ERRORS = 3.0
 FEWEST = 20
 """Smallest number of values that can be judged."""
 JUDGED = (
-    *("attention_z", "attention_max_logit", "router_z", "router_max_logit"),
-    *("attention_rms_scaled", "feed_forward_rms_scaled"),
-    *("attention_outliers", "feed_forward_outliers", "head_z"),
+    "attention_z",
+    "attention_max_logit",
+    "router_z",
+    "router_max_logit",
+    "attention_rms_scaled",
+    "feed_forward_rms_scaled",
+    "attention_outliers",
+    "feed_forward_outliers",
+    "head_z",
 )
 """Indicators that HyperP's claim is about, and the largest logits."""
 

@@ -260,7 +260,11 @@ class Mamba(nn.Module):
         decay = -jnp.exp(weights["a_log"])
         run = functools.partial(
             selective_scan,
-            *(x, step, decay, outputs["b"].astype(x.dtype), outputs["c"].astype(x.dtype)),
+            x,
+            step,
+            decay,
+            outputs["b"].astype(x.dtype),
+            outputs["c"].astype(x.dtype),
             segment_ids=segments,
             chunk=self.config.chunk,
             implementation=self.execution.kernels.selective_scan,

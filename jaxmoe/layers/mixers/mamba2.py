@@ -281,7 +281,11 @@ class Mamba2(nn.Module):
         decay = -jnp.exp(vectors["a_log"])
         run = functools.partial(
             state_space_dual,
-            *(inputs["x"], step, decay, b, c),
+            inputs["x"],
+            step,
+            decay,
+            b,
+            c,
             segment_ids=segments,
             chunk=config.chunk,
             implementation=self.execution.kernels.state_space_dual,

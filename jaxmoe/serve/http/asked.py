@@ -20,9 +20,23 @@ from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.requests import Sampling
 
 _SHARED = (
-    *("model", "stream", "stream_options", "n", "stop", "seed", "user", "logprobs", "max_tokens"),
-    *("temperature", "top_p", "top_k", "min_p", "priority"),
-    *("cache_salt", "return_token_ids", "return_routed_experts"),
+    "model",
+    "stream",
+    "stream_options",
+    "n",
+    "stop",
+    "seed",
+    "user",
+    "logprobs",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "priority",
+    "cache_salt",
+    "return_token_ids",
+    "return_routed_experts",
 )
 COMPLETION = ("prompt", *_SHARED)
 CHAT = ("messages", "max_completion_tokens", "top_logprobs", *_SHARED)

@@ -126,7 +126,8 @@ class _ConnectionBounds:
             return True
         self._tell(
             "%d connections are open, at most %d are held: those that wait longest are closed",
-            *(number, self.most),
+            number,
+            self.most,
         )
         oldest = next((connection for connection in self.waiting if connection is not new), None)
         if oldest is not None:

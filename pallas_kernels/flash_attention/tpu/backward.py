@@ -48,9 +48,16 @@ def differentiate(
     lse = sizes.to_statistics(lse)
     delta = sizes.to_statistics(delta)
     arrays = (
-        *(plan.row_bounds, plan.key_bounds),
-        *(sizes.to_rows(q), sizes.to_keys(k), sizes.to_keys(v), sizes.to_rows(d_out)),
-        *(lse, delta, plan.row_marks, plan.key_marks),
+        plan.row_bounds,
+        plan.key_bounds,
+        sizes.to_rows(q),
+        sizes.to_keys(k),
+        sizes.to_keys(v),
+        sizes.to_rows(d_out),
+        lse,
+        delta,
+        plan.row_marks,
+        plan.key_marks,
     )
     like = (q, k, v, d_out, lse, delta)
     arrays = match_varying(arrays, like)
@@ -63,9 +70,14 @@ def differentiate(
                 num_scalar_prefetch=2,
                 grid=grid.shape,
                 in_specs=[
-                    *(grid.rows(sizes.h), grid.keys(sizes.h), grid.keys(sizes.hv)),
-                    *(grid.rows(sizes.hv), grid.statistics(), grid.statistics()),
-                    *(grid.row_marks(), grid.key_marks()),
+                    grid.rows(sizes.h),
+                    grid.keys(sizes.h),
+                    grid.keys(sizes.hv),
+                    grid.rows(sizes.hv),
+                    grid.statistics(),
+                    grid.statistics(),
+                    grid.row_marks(),
+                    grid.key_marks(),
                 ],
                 out_specs=list(specs),
                 scratch_shapes=scratch,

@@ -100,16 +100,22 @@ def _grid_spec(shape: Shape, dtype: Any) -> Any:
         num_scalar_prefetch=2,
         grid=shape.grid,
         in_specs=[
-            *(shape.rows(sizes.h), shape.rows(sizes.hv)),
-            *(shape.statistics(), shape.statistics()),
-            *(shape.row_marks(), shape.key_marks(), in_hbm, in_hbm),
+            shape.rows(sizes.h),
+            shape.rows(sizes.hv),
+            shape.statistics(),
+            shape.statistics(),
+            shape.row_marks(),
+            shape.key_marks(),
+            in_hbm,
+            in_hbm,
         ],
         out_specs=[
             pl.BlockSpec(
                 (1, r, sizes.h),
                 lambda head, step, block, *_: (head, shape.finished_block(step, block), 0),
             ),
-            *(in_hbm, in_hbm),
+            in_hbm,
+            in_hbm,
         ],
         scratch_shapes=[
             pltpu.VMEM((sizes.row_blocks, r, sizes.h), jnp.float32),
@@ -234,8 +240,10 @@ class _SumTravel:
         """Return the copies from a slot of sums to the arrival slot of the next rank."""
         return [
             pltpu.make_async_remote_copy(
-                *(sums.at[slot], arrived.at[1 - slot]),
-                *(self._send.at[side], self._receive.at[1 - slot, side]),
+                sums.at[slot],
+                arrived.at[1 - slot],
+                self._send.at[side],
+                self._receive.at[1 - slot, side],
                 self._travel.next,
             )
             for side, (sums, arrived, _) in enumerate(self._sides)

@@ -160,8 +160,11 @@ class Shape(NamedTuple):
         return pl.BlockSpec(
             (None, None, self.sizes.key_blocks, self.num_marks, self.sizes.key_block),
             lambda head, step, block, place, _: (
-                *(self.owner(place, step), self.sequence(head)),
-                *(0, 0, 0),
+                self.owner(place, step),
+                self.sequence(head),
+                0,
+                0,
+                0,
             ),
         )
 
@@ -362,8 +365,10 @@ class KeyTravel:
         """Return the copies from a slot to the other one of the next rank, also for waiting."""
         return [
             pltpu.make_async_remote_copy(
-                *(slots.at[slot], slots.at[1 - slot]),
-                *(self._send.at[side], self._receive.at[1 - slot, side]),
+                slots.at[slot],
+                slots.at[1 - slot],
+                self._send.at[side],
+                self._receive.at[1 - slot, side],
                 self.next,
             )
             for side, (_, slots) in enumerate(self._sides)

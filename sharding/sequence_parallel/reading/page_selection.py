@@ -90,8 +90,11 @@ class PageSelectionConfig(CacheReading):
 
     def __post_init__(self):
         for field, least in (
-            *(("kept", 0), ("size", 1), ("first", 0)),
-            *(("latest", 1), ("layers_per_choice", 1)),
+            ("kept", 0),
+            ("size", 1),
+            ("first", 0),
+            ("latest", 1),
+            ("layers_per_choice", 1),
         ):
             if getattr(self, field) < least:
                 raise ValueError(

@@ -48,8 +48,15 @@ from tests.support.one_step import batch
 from tests.support.tolerances import assert_close
 
 MATRICES = (
-    *("attention_in", "attention_out", "attention_gate", "mlp_in", "mlp_out"),
-    *("shared_in", "shared_out", "expert_in", "expert_out"),
+    "attention_in",
+    "attention_out",
+    "attention_gate",
+    "mlp_in",
+    "mlp_out",
+    "shared_in",
+    "shared_out",
+    "expert_in",
+    "expert_out",
 )
 LATENT = dataclasses.replace(
     FULL,
@@ -191,7 +198,10 @@ def test_pattern_and_roles_choose_the_targets():
     targets = TargetsConfig(roles=("attention_in",), pattern="*/attention/[qv]")
     table = parameter_table(adapted(FULL, LoraConfig(targets=targets)))
     assert {row.path.rpartition("/")[2] for row in table.trained_rows} == {
-        *("q:down", "q:up", "v:down", "v:up")
+        "q:down",
+        "q:up",
+        "v:down",
+        "v:up",
     }
 
 

@@ -44,8 +44,16 @@ from tests.support.one_step import batch
 from tests.support.tolerances import assert_close
 
 MATRICES = (
-    *("attention_in", "attention_out", "attention_gate", "mlp_in", "mlp_out"),
-    *("shared_in", "shared_out", "expert_in", "expert_out", "embedding"),
+    "attention_in",
+    "attention_out",
+    "attention_gate",
+    "mlp_in",
+    "mlp_out",
+    "shared_in",
+    "shared_out",
+    "expert_in",
+    "expert_out",
+    "embedding",
 )
 WINDOWED = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, window=3)
 CYCLE = dataclasses.replace(TINY, num_layers=4, layers=(LayerConfig(mixer=WINDOWED), LayerConfig()))

@@ -97,7 +97,10 @@ def test_files_from_a_bucket(tmp_path):
         names = source.build().fingerprint()["train"]["files"]
         assert _names("gs://bucket") == ["a.jsonl", "b.jsonl", "c.npy"]
     assert sorted(name.rpartition("/")[2] for name in names) == [
-        *("a.jsonl", "b.jsonl", "c.npy", "local.jsonl")
+        "a.jsonl",
+        "b.jsonl",
+        "c.npy",
+        "local.jsonl",
     ]
 
 

@@ -231,16 +231,14 @@ def test_invalid_languages_are_refused(config, fields, message):
 
 def test_configs_are_hashable_and_named():
     assert list(DATA_SOURCES) == [
-        *(
-            "corpus",
-            "files",
-            "mixture",
-            "huggingface",
-            "chat",
-            "markov",
-            "language_mixture",
-            "tokenizer_only",
-        )
+        "corpus",
+        "files",
+        "mixture",
+        "huggingface",
+        "chat",
+        "markov",
+        "language_mixture",
+        "tokenizer_only",
     ]
     for name, config in DATA_SOURCES.items():
         assert config.name == name

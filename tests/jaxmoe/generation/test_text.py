@@ -41,7 +41,10 @@ def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     found = continue_texts(MODEL, Numbers(), params, None, prompts, given)
     rows = jnp.pad(jnp.asarray(np.stack(prompts)), ((0, 0), (0, 3)))
     wanted = diffuse(
-        *(MODEL, params, rows, jnp.arange(5)[None, :] < jnp.full((2, 1), 2)),
+        MODEL,
+        params,
+        rows,
+        jnp.arange(5)[None, :] < jnp.full((2, 1), 2),
         num_steps=6,
         keys=jnp.stack([jax.random.key(5), jax.random.key(6)]),
         sampling=SamplingConfig(temperature=0.8),

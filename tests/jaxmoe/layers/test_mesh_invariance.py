@@ -112,7 +112,7 @@ CASES = [
 ]
 CASES += [
     pytest.param(
-        *(FULL, "data4_tensor2", "fully_sharded"), id="full-data4_tensor2", marks=pytest.mark.slow
+        FULL, "data4_tensor2", "fully_sharded", id="full-data4_tensor2", marks=pytest.mark.slow
     )
 ]
 

@@ -210,7 +210,9 @@ def test_a_spread_cache_gives_the_same_tokens(name, params, prompt, greedy):
     mesh, execution, spread = on_mesh(name, params)
     with jax.set_mesh(mesh):
         tokens = generate(
-            *(MODEL, spread, prompt),
+            MODEL,
+            spread,
+            prompt,
             num_tokens=NEW,
             key=jax.random.key(0),
             temperature=0.0,
@@ -298,7 +300,9 @@ def test_prompts_that_do_not_divide_are_refused(params, prompt):
     text = "prompt: the dimension 'act_batch' of size 3 must be divisible by mesh.data=2"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=text):
         generate(
-            *(MODEL, spread, prompt[:3]),
+            MODEL,
+            spread,
+            prompt[:3],
             num_tokens=2,
             key=jax.random.key(0),
             execution=execution,

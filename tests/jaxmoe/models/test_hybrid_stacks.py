@@ -134,7 +134,9 @@ def test_recurrent_layers_are_the_same_on_every_mesh(name):
 
 def written(params, prompts, execution=None):
     return generate(
-        *(MODEL, params, prompts),
+        MODEL,
+        params,
+        prompts,
         num_tokens=4,
         key=jax.random.key(0),
         temperature=0.0,

@@ -143,7 +143,11 @@ def test_experts_have_their_own_order(small_blocks):
 
 def test_shares_and_blocks():
     assert [MixedConfig(wide_fraction=f).num_wide(8) for f in (0.0, 0.1, 0.125, 0.5, 1.0)] == [
-        *(0, 1, 1, 4, 8)
+        0,
+        1,
+        1,
+        4,
+        8,
     ]
     row = row_of(WIDE, "experts/down")
 
@@ -156,7 +160,13 @@ def test_shares_and_blocks():
 
     # At most an eighth of the inputs and 128; not below 16, unless it is all of them.
     assert [block_of(size) for size in (64, 256, 1024, 4096, 192, 8, 131)] == [
-        *(16, 32, 128, 128, 24, None, None)
+        16,
+        32,
+        128,
+        128,
+        24,
+        None,
+        None,
     ]
     assert block_of(192, block_size=64) == 64 and block_of(32, block_size=128) == 32
     with pytest.raises(ValueError) as error:

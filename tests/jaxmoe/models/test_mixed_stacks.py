@@ -249,7 +249,10 @@ def test_stacks_of_mixed_layers(layers, number, wanted):
 def test_alternating_dense_layers_without_layers_keep_their_names():
     model = dataclasses.replace(MODEL, layers=(), dense_layers=(0, 2), num_layers=4)
     assert [stack.path for stack in model.stacks] == [
-        *("dense_blocks_0", "moe_blocks_1", "dense_blocks_2", "moe_blocks_3")
+        "dense_blocks_0",
+        "moe_blocks_1",
+        "dense_blocks_2",
+        "moe_blocks_3",
     ]
 
 

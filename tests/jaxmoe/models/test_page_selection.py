@@ -61,7 +61,9 @@ def prompt():
 
 def greedy(params, prompt, reading, execution=ONE):
     return generate(
-        *(MODEL, params, prompt),
+        MODEL,
+        params,
+        prompt,
         num_tokens=NEW,
         key=jax.random.key(0),
         temperature=0.0,
@@ -119,12 +121,10 @@ def test_a_spread_cache_gives_the_same_tokens(params, prompt, name):
     with jax.set_mesh(mesh):
         found = greedy(spread, prompt, reading, execution)
         losses = compare_readings(
-            *(MODEL, spread, None, [held_out(prompt)]), execution=execution, reading=reading
+            MODEL, spread, None, [held_out(prompt)], execution=execution, reading=reading
         )
     np.testing.assert_array_equal(found, greedy(params, prompt, reading))
-    one = compare_readings(
-        *(MODEL, params, None, [held_out(prompt)]), execution=ONE, reading=reading
-    )
+    one = compare_readings(MODEL, params, None, [held_out(prompt)], execution=ONE, reading=reading)
     for part in ("selected", "whole"):
         found, wanted = getattr(losses, part), getattr(one, part)
         assert found.nats_per_token == pytest.approx(wanted.nats_per_token, rel=1e-5)

@@ -146,7 +146,9 @@ MESHES = {"data2_seq2": MeshConfig(data=2, seq=2), "seq2_tensor2": MeshConfig(se
 def test_a_spread_cache_gives_the_same_tokens(params, tokens, name):
     def greedy(params, execution):
         return generate(
-            *(MODEL, params, tokens[:, :PROMPT]),
+            MODEL,
+            params,
+            tokens[:, :PROMPT],
             num_tokens=NEW,
             key=jax.random.key(0),
             temperature=0.0,

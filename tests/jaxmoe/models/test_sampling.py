@@ -90,7 +90,7 @@ def test_sampled_tokens_have_the_filtered_frequencies():
     logits = jnp.asarray([[2.0, 1.5, 1.0, 0.0, -1.0]])
     config = SamplingConfig(temperature=0.7, top_k=3)
     many = jnp.tile(logits, (4000, 1))
-    tokens = choose(*(many, jax.random.key(0), config.limits(5)), is_greedy=False, has_filters=True)
+    tokens = choose(many, jax.random.key(0), config.limits(5), is_greedy=False, has_filters=True)
     wanted = np.exp(np.asarray(logits[0, :3]) / 0.7)
     wanted /= wanted.sum()
     found = np.bincount(np.asarray(tokens), minlength=5) / 4000

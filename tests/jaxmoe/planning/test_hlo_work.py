@@ -154,7 +154,9 @@ def test_an_operand_that_is_an_element_has_the_bytes_of_the_element():
         ("32,64", "16,32", "64,16", "dim_labels=fb_oi->bf", 2 * 64 * 32 * 16),
         # A dimension of the batch as a window that meets itself alone: one product per place.
         (
-            *("4,64,32", "4,32,16", "4,64,16"),
+            "4,64,32",
+            "4,32,16",
+            "4,64,16",
             "window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
             2 * 4 * 64 * 32 * 16,
         ),

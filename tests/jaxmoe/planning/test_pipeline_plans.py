@@ -248,7 +248,9 @@ def test_schedules_that_fit_are_compared():
     idle = [round(one.idle, 4) for one in found.values()]
     deferred = [9 / 32, 9 / 64]  # (p - 1) (F + B) / (v m (F + B + W)) with B = 2 F, W = F
     assert idle == [
-        *(round(3 / 11, 4), round(3 / 11, 4), round(3 / 19, 4)),
+        round(3 / 11, 4),
+        round(3 / 11, 4),
+        round(3 / 19, 4),
         *(round(bubble / (1 + bubble), 4) for bubble in deferred),
     ]
     assert [one.inputs for one in found.values()] == [8, 7, 11, 7, 11]

@@ -125,8 +125,14 @@ def test_a_killed_start_costs_the_steps_after_its_checkpoint(clock, tmp_path):
     assert books.wall_seconds == pytest.approx(clock.now - began)
     assert dict(books.seconds) == pytest.approx(
         {
-            **{"ended": 1000.0, "train": 60.0, "data": 30.0, "down": 30.0, "start": 20.0},
-            **{"lost": 7.5, "preempted": 7.0, "checkpoint": 1.25},
+            "ended": 1000.0,
+            "train": 60.0,
+            "data": 30.0,
+            "down": 30.0,
+            "start": 20.0,
+            "lost": 7.5,
+            "preempted": 7.0,
+            "checkpoint": 1.25,
         }
     )
     assert books.share == pytest.approx(60.0 / (clock.now - began - 1000.0))
@@ -217,7 +223,11 @@ def test_what_a_killed_start_has_cut_is_passed_over(clock, tmp_path):
 
 def test_no_ledger_is_an_empty_one(tmp_path):
     assert account(read_ledger(tmp_path / "goodput.jsonl")).to_json() == {
-        **{"share": 0.0, "wall_seconds": 0, "starts": 0, "lost_steps": 0, "seconds": {}}
+        "share": 0.0,
+        "wall_seconds": 0,
+        "starts": 0,
+        "lost_steps": 0,
+        "seconds": {},
     }
 
 

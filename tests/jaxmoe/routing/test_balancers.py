@@ -349,7 +349,10 @@ def test_hugging_face_pools_layers():
     assert_close(pooled, EXPERTS / 2, "elementwise")
     units = conversions(float(values.mean()), top_k=TOP_K, pooled=pooled)
     assert units == {
-        **{"jaxmoe": 6.0, "megatron": 6.0, "megablocks": 6.0, "huggingface": TOP_K * pooled}
+        "jaxmoe": 6.0,
+        "megatron": 6.0,
+        "megablocks": 6.0,
+        "huggingface": TOP_K * pooled,
     }
     one = jax.tree.map(lambda leaf: leaf[0], layers)
     jax.tree.map(np.testing.assert_array_equal, pool_layers(one), one)

@@ -101,7 +101,9 @@ def gates_by_loops(config, logits, taken):
 @pytest.mark.parametrize(
     ("weights", "scope"),
     [
-        *[("post", "sequence"), ("probability", "batch"), ("sigmoid", "sequence")],
+        ("post", "sequence"),
+        ("probability", "batch"),
+        ("sigmoid", "sequence"),
         *[pytest.param(*pair, marks=pytest.mark.large) for pair in OTHER_PAIRS],
     ],
 )

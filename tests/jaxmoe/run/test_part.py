@@ -45,17 +45,40 @@ from tests.jaxmoe.run.test_run import config
 from tests.support.source_tree import ROOT
 
 MEMBERS = (
-    *(GradientComparison, KeptPartition, LinkMeasurements, OptimizerFiles, Recomputation),
-    *(Replacement, ReplicasPart, PartRequest, Resizing, Shrink, Site, Snapshots),
-    *(Telemetry, TimeLimit),
+    GradientComparison,
+    KeptPartition,
+    LinkMeasurements,
+    OptimizerFiles,
+    Recomputation,
+    Replacement,
+    ReplicasPart,
+    PartRequest,
+    Resizing,
+    Shrink,
+    Site,
+    Snapshots,
+    Telemetry,
+    TimeLimit,
 )
 ABSENT = {"jaxmoe.contrib", "jaxmoe.run.serving"}
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
-    *("fit", "prepared", "sources", "restored", "record", "heading"),
-    *("join", "around", "hooks", "begin"),
-    *("event", "event", "event"),
-    *("ended", "rows", "close"),
+    "fit",
+    "prepared",
+    "sources",
+    "restored",
+    "record",
+    "heading",
+    "join",
+    "around",
+    "hooks",
+    "begin",
+    "event",
+    "event",
+    "event",
+    "ended",
+    "rows",
+    "close",
 )
 RECORDS = ("trained", "flush")
 """What follows reports and saves, whose steps the config chooses."""
@@ -70,7 +93,8 @@ def test_the_table_has_every_part():
         *REQUESTS.values(),
     }
     assert {pkgutil.resolve_name(address) for address in addresses} == {*MEMBERS} - {
-        *(PartRequest, TimeLimit)
+        PartRequest,
+        TimeLimit,
     }
 
 
@@ -84,8 +108,13 @@ NAMES = {
         ),
         {"JAXMOE_ELASTIC": "shrink"},
         (
-            *("Snapshots", "Replacement", "Shrink", "Recomputation", "LinkMeasurements"),
-            *("Request", "TimeLimit"),
+            "Snapshots",
+            "Replacement",
+            "Shrink",
+            "Recomputation",
+            "LinkMeasurements",
+            "Request",
+            "TimeLimit",
         ),
     ),
 }

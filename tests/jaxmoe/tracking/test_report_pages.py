@@ -286,12 +286,29 @@ def test_the_report_has_everything_and_nothing_of_it_is_fetched(tmp_path):
     assert check_page(page).scripts == 2  # the numbers of the map, and what draws them
     assert page.index('class="cards"') < page.index("<h2>Training") < page.index("<h2>Router")
     for words in (
-        *("2.0000", "12.4k", "MFU 41.2%", "2.69M", "923k active", "1:40", "1.63 GB"),
-        *("xz 1.82", "learning rate", "gradient norm", "router entropy / log E"),
-        *("load-balancing loss", "max violation", "Hugging Face counts tokens", "2.2000"),
+        "2.0000",
+        "12.4k",
+        "MFU 41.2%",
+        "2.69M",
+        "923k active",
+        "1:40",
+        "1.63 GB",
+        "xz 1.82",
+        "learning rate",
+        "gradient norm",
+        "router entropy / log E",
+        "load-balancing loss",
+        "max violation",
+        "Hugging Face counts tokens",
+        "2.2000",
         "tokens/s times model FLOPs per token over the peak FLOP/s of all devices",
-        *("machine-7", "50d1d3f1f29f", "2026-11-23T23:16:01", "python 3.11.7, jax 0.10.2"),
-        *("python -m experiments.pretrain", "Command and machine", "busiest expert"),
+        "machine-7",
+        "50d1d3f1f29f",
+        "2026-11-23T23:16:01",
+        "python 3.11.7, jax 0.10.2",
+        "python -m experiments.pretrain",
+        "Command and machine",
+        "busiest expert",
     ):
         assert words in page, words
     # Training loss in the unit of the held-out loss: 1.5 nats of 2-byte tokens at the end.

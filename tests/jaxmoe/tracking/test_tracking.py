@@ -259,7 +259,10 @@ def test_the_progress_line_can_be_read_by_a_program():
     tracker.log_text(7, "held out", "bits=1.5")  # one line for what has one
     tracker.log_text(8, "sample", "a\nb")
     assert stream.getvalue().splitlines()[1:] == [
-        *("held out at step 7: bits=1.5", "sample at step 8:", "a", "b")
+        "held out at step 7: bits=1.5",
+        "sample at step 8:",
+        "a",
+        "b",
     ]
 
 
@@ -268,7 +271,11 @@ def test_counts_and_durations():
     assert spelled == ["0.5", "987", "1k", "12.4k", "3.91M", "1.07B"]
     assert [format_bytes(x) for x in (12, 5e6, 1.63e9)] == ["12 B", "5 MB", "1.63 GB"]
     assert [format_duration(x) for x in (0.4, 59.6, 61, 3600, 86_399)] == [
-        *("0:00", "1:00", "1:01", "1:00:00", "23:59:59")
+        "0:00",
+        "1:00",
+        "1:01",
+        "1:00:00",
+        "23:59:59",
     ]
 
 

@@ -97,7 +97,9 @@ def test_greedy_is_that_of_generate(params):
     """Reads in pieces, and stops where `is_done` returns true."""
     context = rows_of([(13, 1)])[0][0]
     wanted = decode.generate(
-        *(MODEL, params, jnp.asarray([context], jnp.int32)),
+        MODEL,
+        params,
+        jnp.asarray([context], jnp.int32),
         num_tokens=6,
         key=jax.random.key(0),
         temperature=0.0,

@@ -124,8 +124,15 @@ CASES = {
 # Two seconds of compiling for each: what is not here is slow.
 QUICK = {
     "pallas_tpu": (
-        *("full", "multi_query", "wide_values", "softcap", "window", "packed_full", "decoding"),
-        *("some_see_nothing", "bfloat16"),
+        "full",
+        "multi_query",
+        "wide_values",
+        "softcap",
+        "window",
+        "packed_full",
+        "decoding",
+        "some_see_nothing",
+        "bfloat16",
     )
 }
 

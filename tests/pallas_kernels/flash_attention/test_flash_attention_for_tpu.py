@@ -172,8 +172,16 @@ def test_against_the_kernel_of_jax(key):
     sizes = shipped.BlockSizes(
         **dict.fromkeys(
             (
-                *("block_q", "block_k_major", "block_k", "block_q_major_dkv", "block_k_major_dkv"),
-                *("block_k_dkv", "block_q_dkv", "block_k_major_dq", "block_k_dq", "block_q_dq"),
+                "block_q",
+                "block_k_major",
+                "block_k",
+                "block_q_major_dkv",
+                "block_k_major_dkv",
+                "block_k_dkv",
+                "block_q_dkv",
+                "block_k_major_dq",
+                "block_k_dq",
+                "block_q_dq",
             ),
             128,
         ),

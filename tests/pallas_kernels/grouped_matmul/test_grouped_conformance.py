@@ -112,14 +112,20 @@ def _constant_rows(rows, weights, sizes, *, out_dtype):
     [
         (_with_first_scale, "w8a8_block", "skewed", "skewed, nan: value"),
         pytest.param(
-            *(_past_the_end, "w8a8_tensor", "one_row", "one_row, nan: "), marks=pytest.mark.slow
+            _past_the_end, "w8a8_tensor", "one_row", "one_row, nan: ", marks=pytest.mark.slow
         ),
         pytest.param(
-            *(_one_row_late, "w8a8_channel", "off_by_one_of_64", "off_by_one_of_64, nan: value"),
+            _one_row_late,
+            "w8a8_channel",
+            "off_by_one_of_64",
+            "off_by_one_of_64, nan: value",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(_constant_rows, "w8a16_channel", "skewed", "skewed, nan: gradient of rows"),
+            _constant_rows,
+            "w8a16_channel",
+            "skewed",
+            "skewed, nan: gradient of rows",
             marks=pytest.mark.slow,
         ),
     ],

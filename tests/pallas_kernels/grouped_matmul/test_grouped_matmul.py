@@ -95,7 +95,8 @@ def test_every_implementation_is_in_the_table():
     assert set(OPERATIONS["grouped_matmul"].implementations) == {
         "reference",
         *IMPLEMENTATIONS,
-        *("pallas_tpu", "pallas_gpu"),
+        "pallas_tpu",
+        "pallas_gpu",
     }
 
 

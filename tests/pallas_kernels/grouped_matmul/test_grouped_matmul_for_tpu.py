@@ -369,8 +369,11 @@ def test_swiglu_compiled_for_a_tpu(one_tpu, model):
     compiled = _compile(
         one_tpu,
         step,
-        *(_like(num_rows, width), _like(groups, width, 2, hidden), _like(groups, hidden, width)),
-        *(_like(groups, dtype=jnp.int32), _like(num_rows, width)),
+        _like(num_rows, width),
+        _like(groups, width, 2, hidden),
+        _like(groups, hidden, width),
+        _like(groups, dtype=jnp.int32),
+        _like(num_rows, width),
     )
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None

@@ -46,7 +46,8 @@ def _door(implementation):
 def test_every_implementation_is_in_the_table():
     assert set(OPERATIONS["quantized_matmul"].implementations) == {
         *IMPLEMENTATIONS,
-        *("pallas_tpu", "pallas_gpu"),
+        "pallas_tpu",
+        "pallas_gpu",
     }
 
 

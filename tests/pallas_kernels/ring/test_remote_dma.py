@@ -238,7 +238,8 @@ def test_long_sequences_do_not_fit_one_kernel():
 OPERATIONS = {
     "ring_attention": (ring_attention, {}, ["attend_ring", "differentiate_ring"]),
     "ring_attention_by_steps": (
-        *(ring_attention, {"layout": "contiguous"}),
+        ring_attention,
+        {"layout": "contiguous"},
         ["flash_attention_and_send", *STEP],
     ),
     "token_ring_attention": (token_ring_attention, {}, ["flash_attention_and_send", *STEP]),

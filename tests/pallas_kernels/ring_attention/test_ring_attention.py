@@ -174,8 +174,14 @@ def _oracle(case, *inputs):
 
 # Every layout, mask and direction; the others are pairs of them, and more ranks.
 FAST = (
-    *("four_ranks", "three_ranks", "both_ways", "documents", "contiguous_both_ways"),
-    *("contiguous_window", "zigzag_window", "positions"),
+    "four_ranks",
+    "three_ranks",
+    "both_ways",
+    "documents",
+    "contiguous_both_ways",
+    "contiguous_window",
+    "zigzag_window",
+    "positions",
 )
 
 

@@ -523,7 +523,11 @@ def _expected(case):
     visits = VISITS["zigzag" if "zigzag" in case.layout else case.layout, causal]
     schedule = TokenRingSchedule(ranks=case.ranks, visits=visits, form=form)
     sizes = Sizes(
-        *(case.b, case.s // case.ranks, case.n, case.h, case.hv),
+        case.b,
+        case.s // case.ranks,
+        case.n,
+        case.h,
+        case.hv,
         itemsize=jnp.dtype(case.dtype).itemsize,
         token_arrays=len(_tokens(case)),
     )

@@ -211,11 +211,20 @@ def check(function, routings):
 
 
 QUICK = {
-    *(("expert2", "all_gather"), ("expert8", "all_gather"), ("expert4_tensor2", "all_gather")),
-    *(("expert2", "equal"), ("expert2x2_reversed", "equal"), ("expert4_tensor2", "chunks")),
-    *(("expert8", "ragged"), ("expert2x2", "ragged"), ("expert4", "dropping_roomy_ragged")),
-    *(("tensor2", "equal"), ("expert1", "least_loaded"), ("expert8", "least_loaded_ragged")),
-    *(("expert2x2_reversed", "least_loaded"), ("expert4_tensor2", "least_loaded")),
+    ("expert2", "all_gather"),
+    ("expert8", "all_gather"),
+    ("expert4_tensor2", "all_gather"),
+    ("expert2", "equal"),
+    ("expert2x2_reversed", "equal"),
+    ("expert4_tensor2", "chunks"),
+    ("expert8", "ragged"),
+    ("expert2x2", "ragged"),
+    ("expert4", "dropping_roomy_ragged"),
+    ("tensor2", "equal"),
+    ("expert1", "least_loaded"),
+    ("expert8", "least_loaded_ragged"),
+    ("expert2x2_reversed", "least_loaded"),
+    ("expert4_tensor2", "least_loaded"),
 }
 
 
@@ -381,7 +390,8 @@ def test_emulated_ragged_all_to_all_equals_the_documented_example():
     """The example of `jax.lax.ragged_all_to_all`, on two devices."""
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     arguments = (
-        *(jnp.asarray([1, 2, 2, 3, 4, 0], jnp.float32)[:, None], jnp.zeros((8, 1))),
+        jnp.asarray([1, 2, 2, 3, 4, 0], jnp.float32)[:, None],
+        jnp.zeros((8, 1)),
         *(jnp.asarray(ints, jnp.int32) for ints in ([0, 1, 0, 1], [1, 2, 1, 1])),
         *(jnp.asarray(ints, jnp.int32) for ints in ([0, 0, 1, 2], [1, 1, 2, 1])),
     )
@@ -431,7 +441,8 @@ def bytes_by_formula(layout, name, *, moves_tokens=False):
             for name in ("all_gather", "equal", "ragged", "chunks", "tight")
         ),
         *(("expert4_tensor2", name, False) for name in ("all_gather", "equal", "ragged", "chunks")),
-        *(("expert4", "chunks", True), ("expert4_tensor2", "equal", True)),
+        ("expert4", "chunks", True),
+        ("expert4_tensor2", "equal", True),
     ],
 )
 def test_collectives_are_those_of_the_formulas(layout, name, moves_tokens, monkeypatch):

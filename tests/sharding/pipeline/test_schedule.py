@@ -164,10 +164,15 @@ def test_groups_go_round_the_stages():
 
 def test_runs_of_ticks():
     assert InterleavedConfig().schedule(4, 6).runs() == (
-        *(PassRun("F", 0, 3), PassRun("FB", 3, 6), PassRun("B", 9, 3)),
+        PassRun("F", 0, 3),
+        PassRun("FB", 3, 6),
+        PassRun("B", 9, 3),
     )
     assert InterleavedConfig(weight_gradients="deferred").schedule(4, 6).runs() == (
-        *(PassRun("F", 0, 3), PassRun("FB", 3, 3), PassRun("FBW", 6, 3), PassRun("BW", 9, 3)),
+        PassRun("F", 0, 3),
+        PassRun("FB", 3, 3),
+        PassRun("FBW", 6, 3),
+        PassRun("BW", 9, 3),
     )
     assert GPipeConfig().schedule(4, 6).runs() == (PassRun("F", 0, 9), PassRun("B", 9, 9))
 

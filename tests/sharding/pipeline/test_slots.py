@@ -189,7 +189,7 @@ def test_every_table_reads_the_right_slots_and_the_fewest(table):
 
 @settings(max_examples=40)
 @given(
-    *(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 10**6)), st.booleans()
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 10**6), st.booleans()
 )
 def test_irregular_tables_read_the_right_slots_and_the_fewest(
     stages, chunks, micro_batches, seed, has_deferred

@@ -174,7 +174,8 @@ class Rounds:
             logger.warning(
                 "round %d: sites %s differ from the majority %s",
                 number,
-                *(listed(set(closing.members) - set(closing.majority)), listed(closing.majority)),
+                listed(set(closing.members) - set(closing.majority)),
+                listed(closing.majority),
             )
         return Agreement(
             number=number,

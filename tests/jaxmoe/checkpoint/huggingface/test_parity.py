@@ -43,45 +43,75 @@ VARIANTS = {
     "qwen3, every second layer, windows": (
         "qwen3_moe",
         {
-            **{"mlp_only_layers": [], "decoder_sparse_step": 2, "num_hidden_layers": 4},
-            **{"use_sliding_window": True, "sliding_window": 3, "norm_topk_prob": False},
-            **{"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": False},
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "norm_topk_prob": False,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
         },
     ),
     "deepseek, one group, queries without latent, halves": (
         "deepseek_v3",
         {
-            **{"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False},
-            **{"norm_topk_prob": False, "first_k_dense_replace": 0, "n_routed_experts": 5},
-            **{"v_head_dim": 11, "tie_word_embeddings": True, "num_hidden_layers": 2},
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 5,
+            "v_head_dim": 11,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 2,
         },
     ),
     "deepseek, yarn": (
         "deepseek_v3",
         {
-            **{"qk_rope_head_dim": 10, "num_hidden_layers": 2},
+            "qk_rope_head_dim": 10,
+            "num_hidden_layers": 2,
             "rope_parameters": {
-                **{"rope_type": "yarn", "rope_theta": 40.0, "factor": 12.0, "mscale": 0.7},
-                **{"mscale_all_dim": 1.3, "original_max_position_embeddings": 16},
-                **{"beta_fast": 3.0, "beta_slow": 0.2},
+                "rope_type": "yarn",
+                "rope_theta": 40.0,
+                "factor": 12.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 3.0,
+                "beta_slow": 0.2,
             },
         },
     ),
     "jamba, dense, no biases, one period": (
         "jamba",
         {
-            **{"num_experts": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
-            **{"attn_layer_period": 2, "attn_layer_offset": 0, "tie_word_embeddings": True},
-            **{"mamba_conv_bias": False, "mamba_proj_bias": False, "mamba_d_conv": 4},
+            "num_experts": 1,
+            "expert_layer_period": 1,
+            "expert_layer_offset": 0,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "tie_word_embeddings": True,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_d_conv": 4,
         },
     ),
     "granite, no positions, biases, all types": (
         "granitemoehybrid",
         {
-            **{"position_embedding_type": None, "mamba_proj_bias": True, "mamba_n_groups": 1},
-            **{"mamba_conv_bias": False, "num_hidden_layers": 4, "mamba_chunk_size": 256},
+            "position_embedding_type": None,
+            "mamba_proj_bias": True,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "num_hidden_layers": 4,
+            "mamba_chunk_size": 256,
             "layer_types": ["linear_attention", "linear_attention", "full_attention", "mamba"],
-            **{"shared_intermediate_size": 10, "tie_word_embeddings": True},
+            "shared_intermediate_size": 10,
+            "tie_word_embeddings": True,
         },
     ),
     "granite, dense": (
@@ -284,7 +314,7 @@ def test_greedy_tokens_equal_those_of_transformers(name, torch):
     theirs, prompts = build(CONFIGS[name]), tokens_of(CONFIGS[name])[:, :5]
     model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
     found = generate(
-        *(model, params, jnp.asarray(prompts)), num_tokens=8, key=jax.random.key(0), temperature=0.0
+        model, params, jnp.asarray(prompts), num_tokens=8, key=jax.random.key(0), temperature=0.0
     )
     given = torch.tensor(prompts).long()
     wanted = theirs.generate(

@@ -37,8 +37,13 @@ from tests.support.tolerances import assert_close
 
 DENSE = TargetsConfig(
     roles=(
-        *("attention_in", "attention_out", "attention_gate", "mlp_in", "mlp_out"),
-        *("shared_in", "shared_out"),
+        "attention_in",
+        "attention_out",
+        "attention_gate",
+        "mlp_in",
+        "mlp_out",
+        "shared_in",
+        "shared_out",
     )
 )
 MIXED = {

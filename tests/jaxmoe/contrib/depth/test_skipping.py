@@ -205,16 +205,25 @@ def _step(execution, accumulation, form="buffer", model=FOUR, skipping=None):
     ("skipping", "given", "accumulation", "form", "message"),
     [
         (
-            *(SkippingConfig(), {}, 1, "buffer"),
+            SkippingConfig(),
+            {},
+            1,
+            "buffer",
             "training.skipping leaves out other layers in each micro-batch, and"
             " training.accumulation=1 has one: set training.accumulation to 2 or more",
         ),
         (
-            *(SkippingConfig(groups=3), {}, 4, "buffer"),
+            SkippingConfig(groups=3),
+            {},
+            4,
+            "buffer",
             "training.skipping.groups=3 must divide the 4 equal layers of moe_blocks_0",
         ),
         (
-            *(SkippingConfig(groups=2, ratio=0.5), STAGES, 4, "buffer"),
+            SkippingConfig(groups=2, ratio=0.5),
+            STAGES,
+            4,
+            "buffer",
             "training.skipping.groups=2 must be execution.mesh.stage x execution.pipeline.chunks ="
             " 4 x 1: set it to 4, or other stages or chunks",
         ),

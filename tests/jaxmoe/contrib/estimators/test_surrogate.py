@@ -121,7 +121,9 @@ def test_workers_send_their_weights_and_stay_equal():
     )
     made = mesh_of(execution)
     state = init_state(
-        *(DENSE, optimizer, jax.random.key(0)),
+        DENSE,
+        optimizer,
+        jax.random.key(0),
         execution=execution,
         mesh=made,
         gradients=config,

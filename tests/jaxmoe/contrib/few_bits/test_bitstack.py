@@ -90,7 +90,7 @@ def test_prefix_is_the_truncated_sum(stacks):
                 if place < count:
                     assert order[place] == (path, blocks.layers[i])
                     part = terms(
-                        *(blocks.signs[i], blocks.left[i], blocks.right[i]), shape[-1] * shape[-2]
+                        blocks.signs[i], blocks.left[i], blocks.right[i], shape[-1] * shape[-2]
                     )
                     wanted[blocks.layers[i]] += part
             wanted /= whole[path].scales[..., None]

@@ -138,8 +138,13 @@ def test_probes_leave_the_gradients_of_a_model():
         np.testing.assert_allclose(one, other, atol=1e-6)
     rows = probed_rows(parameter_table(FULL))
     assert {row.declaration.role for row in rows} == {
-        *("attention_in", "attention_out", "attention_gate", "mlp_in", "mlp_out"),
-        *("shared_in", "shared_out"),
+        "attention_in",
+        "attention_out",
+        "attention_gate",
+        "mlp_in",
+        "mlp_out",
+        "shared_in",
+        "shared_out",
     }
     # The input of the first matrix is the normed embedding of the tokens.
     table = params_of(FULL)["embedding"]["weight"]

@@ -48,7 +48,12 @@ def exchange(training, workers, params):
         )
     own = jax.tree.map(lambda x, noise: x + noise, workers.stack(params), noises())
     return send(
-        *(method, training.leaves, talk, own, params, workers),
+        method,
+        training.leaves,
+        talk,
+        own,
+        params,
+        workers,
         number=jnp.zeros((), jnp.int32),
         key=jax.random.key(3),
     )

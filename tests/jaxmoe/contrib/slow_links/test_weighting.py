@@ -69,8 +69,10 @@ def test_equal_weights_have_no_state():
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        *(("diloco", "tokens"), ("streaming", "participation")),
-        *(("sparse", "tokens"), ("co2", "participation")),
+        ("diloco", "tokens"),
+        ("streaming", "participation"),
+        ("sparse", "tokens"),
+        ("co2", "participation"),
     ],
 )
 def test_workers_that_do_the_same_have_equal_weights(name, weights):

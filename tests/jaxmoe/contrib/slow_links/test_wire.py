@@ -58,7 +58,12 @@ def exchange(training, workers, number, params):
         lambda x: x * (1 + 0.1 * noise.reshape(-1, *(1,) * (x.ndim - 1))), workers.stack(part)
     )
     return send(
-        *(method, training.leaves, talk, own, part if method.is_shared else None, workers),
+        method,
+        training.leaves,
+        talk,
+        own,
+        part if method.is_shared else None,
+        workers,
         number=jnp.zeros((), jnp.int32),
         key=jax.random.key(3),
     )
@@ -160,7 +165,13 @@ def test_experts_of_a_sharded_worker_come_from_their_owner():
     def run(params, workers):
         pseudo, talk = exchange(training, workers, 0, params)
         own, slow, _, _ = merge(
-            *(training.method, talk, pseudo, workers.stack(params), params, (), workers),
+            training.method,
+            talk,
+            pseudo,
+            workers.stack(params),
+            params,
+            (),
+            workers,
             number=jnp.zeros((), jnp.int32),
         )
         return pseudo, own, slow

@@ -25,7 +25,14 @@ def test_a_row_for_each_layer():
     assert [row["layer"] for row in rows] == list(range(model.num_moe_layers))
     for row in rows:
         assert set(row) == {
-            *("layer", "token", "domain", "together", "window", "gamma_eff", "low", "high")
+            "layer",
+            "token",
+            "domain",
+            "together",
+            "window",
+            "gamma_eff",
+            "low",
+            "high",
         }
         assert all(np.isfinite(value) for value in row.values())
         assert row["token"] >= 0.0 and 0.0 <= row["domain"] <= 1.0 and row["window"] >= 0.0

@@ -201,9 +201,7 @@ def test_equal_the_oracle():
     indicators, params, _ = plain_step()
     wanted = oracle(params, batch())
     ours = {name: value for name, value in indicators.items() if "update" not in name}
-    assert set(indicators) - set(ours) == UPDATES | {
-        *("update_ratio/mlp_in", "update_ratio/mlp_out")
-    }
+    assert set(indicators) - set(ours) == UPDATES | {"update_ratio/mlp_in", "update_ratio/mlp_out"}
     assert np.isnan(ours["router_z"][0]) and np.isfinite(ours["router_z"][1:]).all()
     assert_close(ours, wanted, "end_to_end")
     assert (np.abs(wanted["expert_correlation"][1:]) > 1e-3).all()

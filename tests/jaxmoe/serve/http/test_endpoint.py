@@ -197,7 +197,9 @@ def test_what_no_route_expects_is_an_error_object(monkeypatch):
         found = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
         error = found.json()["error"]
         assert (found.status_code, error["type"], error["code"]) == (
-            *(500, "server_error", "internal_error"),
+            500,
+            "server_error",
+            "internal_error",
         )
         assert "TypeError" in error["message"]
 

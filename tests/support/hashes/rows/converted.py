@@ -15,8 +15,12 @@ from tests.support.hashes.rows import Row, runs
 
 FEW_BITS = ("w8a8", "w4a8", "w4ax", "w4a4", "w8a16", "w4a16", "fp8")
 WIDE = (
-    *("--model.embed_dim", "32", "--model.attention.num_heads", "2"),
-    *("--model.attention.num_kv_heads", "2"),
+    "--model.embed_dim",
+    "32",
+    "--model.attention.num_heads",
+    "2",
+    "--model.attention.num_kv_heads",
+    "2",
 )
 
 

@@ -14,17 +14,44 @@ from tests.support.hashes.digests import digest_of_tree
 from tests.support.hashes.rows import Row, steps
 
 SIZES = {
-    **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "inner_dim": 32, "state_dim": 4},
-    **{"step_rank": 2, "conv_length": 3, "chunk": 8, "latent_dim": 16, "query_latent_dim": 12},
-    **{"nope_dim": 8, "rope_dim": 4, "value_dim": 8, "prefix_length": 4, "hidden_dim": 24},
-    **{"num_keys": 4, "key_dim": 4, "big_dim": 16, "small_dim": 4},
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "inner_dim": 32,
+    "state_dim": 4,
+    "step_rank": 2,
+    "conv_length": 3,
+    "chunk": 8,
+    "latent_dim": 16,
+    "query_latent_dim": 12,
+    "nope_dim": 8,
+    "rope_dim": 4,
+    "value_dim": 8,
+    "prefix_length": 4,
+    "hidden_dim": 24,
+    "num_keys": 4,
+    "key_dim": 4,
+    "big_dim": 16,
+    "small_dim": 4,
 }
 """Fields of mixers and feed-forwards, where they have them."""
 
 ADAPTER_SIZES = {
-    **{"rank": 3, "expert_rank": 2, "approximation_rank": 4, "target_rank": 1, "candidates": 4},
-    **{"shards": 1, "members": 3, "tasks": 3, "initial": 0, "final": 1, "interval": 1, "steps": 4},
-    **{"splits": 2, "refresh_every": 1, "draws": 2},
+    "rank": 3,
+    "expert_rank": 2,
+    "approximation_rank": 4,
+    "target_rank": 1,
+    "candidates": 4,
+    "shards": 1,
+    "members": 3,
+    "tasks": 3,
+    "initial": 0,
+    "final": 1,
+    "interval": 1,
+    "steps": 4,
+    "splits": 2,
+    "refresh_every": 1,
+    "draws": 2,
 }
 
 

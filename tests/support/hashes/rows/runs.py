@@ -15,8 +15,16 @@ from tests.support.hashes.rows import Row
 
 STEPS = 4
 QUIET = (
-    *("--tracking.console", "none", "--tracking.sample_length", "0", "--tracking.print_every", "1"),
-    *("--evaluation.every", "0", "--evaluation.batches", "1"),
+    "--tracking.console",
+    "none",
+    "--tracking.sample_length",
+    "0",
+    "--tracking.print_every",
+    "1",
+    "--evaluation.every",
+    "0",
+    "--evaluation.batches",
+    "1",
 )
 TWO_LAYERS = ("--model.num_layers", "2")
 
@@ -130,13 +138,22 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "on_a_mesh": _MESH,
     "workers_on_the_same_devices": (
-        *("replicas:diloco", "--replicas.workers", "2", "--replicas.every", "2"),
-        *("--training.batch_size", "16"),
+        "replicas:diloco",
+        "--replicas.workers",
+        "2",
+        "--replicas.every",
+        "2",
+        "--training.batch_size",
+        "16",
     ),
     "accumulated": ("--training.accumulation", "2", "--training.batch_size", "16"),
     "batch_ramp": (
-        *("--training.batch_ramp.fraction", "0.5", "--training.batch_ramp.stages", "1"),
-        *("--training.batch_size", "16"),
+        "--training.batch_ramp.fraction",
+        "0.5",
+        "--training.batch_ramp.stages",
+        "1",
+        "--training.batch_size",
+        "16",
     ),
     "average_fixed": ("training.average:fixed",),
     "average_balanced": ("training.average:balanced",),
@@ -145,7 +162,10 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "evolution": ("training.gradients:evolution", "--training.clip", "None"),
     "snapshots": ("--checkpoint.snapshot_every", "2"),
     "optimizer_in_files": (
-        *("--execution.optimizer_memory", "files", "--execution.optimizer_parts", "2"),
+        "--execution.optimizer_memory",
+        "files",
+        "--execution.optimizer_parts",
+        "2",
         *TWO_LAYERS,
     ),
     "recomputed": ("--checkpoint.recompute", "2"),
@@ -154,8 +174,15 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "watched_gradients": ("--watch.gradients_every", "2"),
     "detailed_telemetry": ("--execution.telemetry", "detailed"),
     "pipeline": (
-        *("--execution.mesh.stage", "2", "--execution.mesh.data", "4"),
-        *("--training.accumulation", "2", "--training.batch_size", "16", *TWO_LAYERS),
+        "--execution.mesh.stage",
+        "2",
+        "--execution.mesh.data",
+        "4",
+        "--training.accumulation",
+        "2",
+        "--training.batch_size",
+        "16",
+        *TWO_LAYERS,
     ),
 }
 
