@@ -70,7 +70,7 @@ _DISPATCH: Final = {
         "One instance after the other.",
     ),
     "least_loaded": (
-        "jaxmoe.contrib.fleet.dispatch.least_loaded:LeastLoadedConfig",
+        "jaxmoe.contrib.fleet.dispatch.least_loaded:LeastLoadedDispatchConfig",
         "Instance with the fewest tokens left to compute.",
     ),
     "prefix_aware": (

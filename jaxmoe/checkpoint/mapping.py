@@ -96,7 +96,7 @@ class Replicated(MappingRule):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AverageParts(MappingRule):
+class Average(MappingRule):
     """Mean of the pieces, computed in float32."""
 
     def merge(self, pieces: Pieces) -> np.ndarray:

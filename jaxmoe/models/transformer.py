@@ -112,8 +112,7 @@ class Transformer(nn.Module):
             cache: Caches of earlier tokens, from `initial_cache`; needs `positions`.
             train: Whether routers behave as in training.
             key: PRNG key for routers with noise.
-            row_ids: Number of each row in the batch of the step, so that a router's noise does not
-                depend on how the batch was cut; arange when None.
+            row_ids: Number of each row in the batch of the step, for routers' noise; or arange.
             context: Further arrays [B S] for routers, see `TokenInputs.context` (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
             logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
@@ -126,24 +125,25 @@ class Transformer(nn.Module):
         """
         model = self.model
         execution = self.execution
-        shared = self.model.context
-        placement = execution.placement
+        shared = model.context
         order = places
         _check_whole_call(model, tokens, execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids, level)
             about = lay_out(about, order, execution)
-        about = dataclasses.replace(token_inputs(about, row_ids, order, placement), level=level)
+        about = dataclasses.replace(
+            token_inputs(about, row_ids, order, execution.placement), level=level
+        )
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
         caches = None if cache is None else dict(cache)
-        given = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
+        options = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
         execution = execution.declaring() if self.is_initializing() else execution
         rows = model.rows(execution)
         flow, about = rows.enter(flow, about, shared, execution, has_cache=cache is not None)
-        layers = {one.name: scan_layers(one, shared, execution, **given) for one in model.scans}
+        layers = {one.name: scan_layers(one, shared, execution, **options) for one in model.scans}
 
         def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
             flow = with_cache(scan, flow, caches)

@@ -154,8 +154,7 @@ class MemoryEstimate:
         }
         copies = {"parameters for products": self.copies}
         saved = {"saved activations": self.saved, "attention masks": self.masks}
-        before = {}
-        after = saved
+        before, after = {}, saved
         if self.streams:
             copies |= {"streams of the pipeline": self.streams}
             before = {"layers before the stages": self.before}
@@ -204,8 +203,7 @@ def estimate_memory(
         platform: Platform with the array layouts.
         state: `abstract_state` of the plan, where it is known; it costs most of the time.
     """
-    mesh = plan.mesh
-    sizes = Sizes.of(plan)
+    mesh, sizes = plan.mesh, Sizes.of(plan)
     state = abstract_state(plan, mesh) if state is None else state
 
     def of(tree: object) -> int:
@@ -217,17 +215,14 @@ def estimate_memory(
         for leaf in jax.tree.leaves(state.opt_state)
         if plan.execution.optimizer_memory == "device" or not leaf.ndim
     ]
-    optimizer = of(on_device)
-    elsewhere = of(state.opt_state) - of(on_device)
+    optimizer, elsewhere = of(on_device), of(state.opt_state) - of(on_device)
     names = layers_on_host(plan.model, plan.execution)
     away = of([state.params[name] for name in names])
-    share = _share_at_once(plan)
-    disk = 0.0
+    share, disk = _share_at_once(plan), 0.0
     # The old state and the new one exist during a step; gradients lie beside parameters.
     host = 2.0 * (elsewhere + away) + away
     if plan.execution.optimizer_memory == "files":
-        host = elsewhere * share
-        disk = 2.0 * elsewhere
+        host, disk = elsewhere * share, 2.0 * elsewhere
     return MemoryEstimate(
         parameters=parameters - away,
         optimizer=optimizer,
@@ -265,10 +260,8 @@ def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
 def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     """Return the same of a pipeline, and its own fields."""
     plan = sizes.plan
-    execution = plan.execution
-    parts = ModelParts.of(plan.model)
-    stages = execution.mesh.stage
-    chunks = execution.pipeline.chunks
+    execution, parts = plan.execution, ModelParts.of(plan.model)
+    stages, chunks = execution.mesh.stage, execution.pipeline.chunks
     number = stages * chunks
     group = [
         HeldStack(stack, stack.num_layers / number, 1 / chunks) for stack in parts.staged.stacks
@@ -276,8 +269,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
     trained = [row for row in staged if not row.is_frozen]
     gradients = _gradients(sizes, plan.table.trained_rows, platform)
-    copies = _copies(sizes)
-    layers = _largest_layer(sizes, group)
+    copies, layers = _copies(sizes), _largest_layer(sizes, group)
     if chunks > 1:  # parameters at the stages of their chunks
         is_whole = execution.state_layout.gathered == "step"
         width = jnp.dtype(execution.precision.parameter_dtype).itemsize
@@ -311,13 +303,11 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
 
 def _defer(sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platform) -> float:
     """Return what B leaves for W: inputs of products, and gradients of their results."""
-    width = sizes.plan.model.embed_dim
-    total = 0.0
+    width, total = sizes.plan.model.embed_dim, 0.0
     # The fused experts of the XLA implementation, which CPUs use, are not split.
     is_fused = platform == "cpu" and sizes.plan.execution.kernels.grouped_swiglu in (None, "xla")
     for share in shares_of_stacks:
-        mixer = sizes.activations(share.stack)
-        fed = share.stack.kind.feed_forward.sizes
+        mixer, fed = sizes.activations(share.stack), share.stack.kind.feed_forward.sizes
         values = (mixer.projected + mixer.output) / sizes.itemsize + 2 * width
         if fed.dense_dim:
             values += 2 * width + 3 * fed.dense_dim / sizes.shards(ax.ACT_MLP)
@@ -357,8 +347,7 @@ def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) 
     """Return sharded gradients; a TPU pads narrow shards of stacked experts to 128 lanes."""
     total = 0
     for row in rows:
-        values = sizes.local(row)
-        cut = row.spec[-1] if len(row.spec) == len(row.shape) else None
+        values, cut = sizes.local(row), row.spec[-1] if len(row.spec) == len(row.shape) else None
         if platform == "tpu" and cut is not None and ax.EXPERTS in row.declaration.axes:
             width = row.shape[-1] // sizes.devices(cut if isinstance(cut, tuple) else (cut,))
             values = values // width * (-(-width // _LANES) * _LANES)
@@ -368,10 +357,8 @@ def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) 
 
 def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> float:
     plan = sizes.plan
-    model = plan.model
-    execution = plan.execution
-    token = sizes.tokens * sizes.itemsize
-    inner = sizes.inner_tokens * sizes.itemsize
+    model, execution = plan.model, plan.execution
+    token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
     stream = token * model.embed_dim
     secondary = 0.0
     if execution.state_layout.gathered == "replica":
@@ -379,14 +366,12 @@ def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> float:
         secondary = _of_held(plan, shares_of_stacks, sizes.local) * copies * sizes.itemsize
     total = secondary
     for share in shares_of_stacks:
-        remat = sizes.remat(share.stack)
-        num_layers = share.layers
+        remat, num_layers = sizes.remat(share.stack), share.layers
         if remat in ("full", "offload"):  # "offload" keeps them on the host
             inputs = model.residual.arrays * stream
             total += num_layers * inputs if remat == "full" else 0.0
             continue
-        mixer = sizes.activations(share.stack)
-        fed = share.stack.kind.feed_forward.sizes
+        mixer, fed = sizes.activations(share.stack), share.stack.kind.feed_forward.sizes
         total += num_layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
         if remat == "dots":
             streams = 1 + model.residual.arrays
@@ -447,8 +432,7 @@ def _layer(sizes: Sizes, stack: LayerStack) -> float:
 
 
 def _experts(sizes: Sizes, stack: LayerStack) -> float:
-    plan = sizes.plan
-    experts = stack.kind.feed_forward.sizes
+    plan, experts = sizes.plan, stack.kind.feed_forward.sizes
     rows = [row for row in _of_experts(plan) if row.path.startswith(f"{stack.path}/")]
     weights = sum(sizes.in_use(row) / sizes.layers(row) for row in rows)
     width = 4 * plan.model.embed_dim + 4 * experts.expert_dim
@@ -460,9 +444,7 @@ def _experts(sizes: Sizes, stack: LayerStack) -> float:
 
 def _logits(sizes: Sizes) -> float:
     plan = sizes.plan
-    model = plan.model
-    chunk = plan.execution.loss_chunk
-    tokens = sizes.inner_tokens
+    model, chunk, tokens = plan.model, plan.execution.loss_chunk, sizes.inner_tokens
     if chunk:
         tokens = min(tokens, sizes.sequences * chunk)
     head = _of_role(plan, "head") or _of_role(plan, "embedding")
@@ -489,8 +471,7 @@ def _of_one_layer(plan: StepPlan, params: Any, platform: Platform) -> float:
 
 def _update(sizes: Sizes) -> float:
     """Return two arrays like the parameters, and four of the largest matrix that is whole."""
-    rows = sizes.plan.table.trained_rows
-    optimizer = sizes.plan.optimizer_config
+    rows, optimizer = sizes.plan.table.trained_rows, sizes.plan.optimizer_config
     matrices = [row for row in rows if optimizer.traits(row.hyper.group).has_whole_matrices]
     spread = max(map(sizes.local, matrices), default=0)
     names = layers_on_host(sizes.plan.model, sizes.plan.execution)

@@ -98,7 +98,6 @@ def to_huggingface(
             + closest(name, FAMILIES)
         )
     chosen = OWN if name == modeling.NAME else FAMILIES[name]
-    place = pathlib.Path(directory)
     config = _config(described, name, chosen, dtype, max_length) | dict(fields or {})
     if chosen is not OWN and not len(state_table(model)):
         read = chosen.model(config)
@@ -110,10 +109,11 @@ def to_huggingface(
         raise CheckpointError(f"{modeling.FILE} has a module for each expert: experts='each'")
     source = _ExportSource(model, chosen, arrays, is_stacked=experts == "stacked")
     planned = source.planned(dtype)
-    with new_directory(place, sum(tensor.num_bytes for tensor in planned.values())) as partial:
+    with new_directory(
+        pathlib.Path(directory), sum(tensor.num_bytes for tensor in planned.values())
+    ) as partial:
         write_tensors(partial, planned, source.read, max_shard_bytes=max_shard_bytes)
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (partial / CONFIG).write_text(text, encoding="utf-8")
+        (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
         settings = dict(generation or {})
         if chosen is OWN:
             (partial / modeling.FILE).write_text(modeling.MODELING, encoding="utf-8")
@@ -121,12 +121,12 @@ def to_huggingface(
             settings["use_cache"] = False
         if settings:  # generation reads token ids from this file alone if it exists
             token_ids = {name: config[name] for name in TOKENS if config[name] is not None}
-            text = json.dumps(token_ids | settings, indent=2) + "\n"
-            (partial / GENERATION).write_text(text, encoding="utf-8")
+            text = json.dumps(token_ids | settings, indent=2)
+            (partial / GENERATION).write_text(f"{text}\n", encoding="utf-8")
         for file, content in (texts or {}).items():
             with open(partial / file, "x", encoding="utf-8") as stream:  # must not exist
                 stream.write(content)
-    return place
+    return pathlib.Path(directory)
 
 
 def suggest_family(model: ModelConfig) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig
+from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedDispatchConfig
 from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
 
 
@@ -14,7 +14,7 @@ from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
 class FleetConfig:
     """How several instances share the requests of an engine."""
 
-    dispatch: DispatchConfig = LeastLoadedConfig()
+    dispatch: DispatchConfig = LeastLoadedDispatchConfig()
     """Which instance serves a request, where there are several."""
     scaling: ScalingConfig = FixedScalingConfig()
     """How many instances take requests, and on how many devices each is."""

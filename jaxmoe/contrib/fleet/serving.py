@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from jaxmoe.contrib.fleet.config import FleetConfig
-from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig
+from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedDispatchConfig
 from jaxmoe.contrib.fleet.endpoint import reshard_routes
 from jaxmoe.contrib.fleet.engine import FleetEngine
 from jaxmoe.contrib.fleet.executor import MeshExecutor
@@ -33,7 +33,7 @@ class FleetSizesConfig(EngineSizesConfig):
     instances: int = 1
     """Instances of the model, each on devices of its own; all share the devices where there are
     enough for one only."""
-    dispatch: DispatchConfig = LeastLoadedConfig()
+    dispatch: DispatchConfig = LeastLoadedDispatchConfig()
     """Which instance answers a request, and what moves between them."""
     scaling: ScalingConfig = FixedScalingConfig()
     """How many instances take requests, and on how many devices each is."""

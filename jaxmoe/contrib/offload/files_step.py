@@ -65,7 +65,7 @@ class OptimizerFilesError(EndRunError):
     status = "not_saved"
 
 
-class Begun(NamedTuple):
+class PreparedUpdate(NamedTuple):
     """Results of the program that makes the gradients."""
 
     gradients: StepGradients
@@ -90,7 +90,7 @@ class Counters(UpdatedState):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class ModulePart:
     """One part of the state."""
 
     module: Module
@@ -99,7 +99,9 @@ class Part:
     """Places of its arrays among the leaves of the state."""
 
 
-def parts_of(model: ModelConfig, params: Any, opt_state: Any, number: int) -> tuple[Part, ...]:
+def parts_of(
+    model: ModelConfig, params: Any, opt_state: Any, number: int
+) -> tuple[ModulePart, ...]:
     """Return the parts of an optimiser state, in the order of their updates.
 
     Args:
@@ -110,7 +112,7 @@ def parts_of(model: ModelConfig, params: Any, opt_state: Any, number: int) -> tu
     """
     state = OwnedState.of(opt_state, params)
     return tuple(
-        Part(module, part, tuple(state.places(module.name)))
+        ModulePart(module, part, tuple(state.places(module.name)))
         for module in modules_of(model, params, number)
         for part in range(module.parts or 1)
     )
@@ -139,7 +141,7 @@ def open_files(directory: str, step: Step, shapes: TrainState) -> PartFiles:
     return PartFiles(directory, [_layout(part, leaves) for part in parts])
 
 
-def _layout(part: Part, leaves: Sequence[Any]) -> PartLayout:
+def _layout(part: ModulePart, leaves: Sequence[Any]) -> PartLayout:
     parts = part.module.parts
     arrays = []
     for place in part.places:
@@ -264,7 +266,7 @@ class FilesStep:
         state = dataclasses.replace(state, opt_state=opt_state)
         return state, dataclasses.replace(metrics, disk=disk)
 
-    def _parts(self, state: TrainState, opt_state: Any) -> tuple[Part, ...]:
+    def _parts(self, state: TrainState, opt_state: Any) -> tuple[ModulePart, ...]:
         trained = self._select_trained(state.params)
         number = self._step.execution.optimizer_parts
         return parts_of(self._step.model, trained, opt_state, number)
@@ -333,14 +335,14 @@ class FilesStep:
             params[name] = written
         return params, counters, is_finite
 
-    def _begun(self, state: TrainState, batch: Batch) -> tuple[Begun, Any]:
+    def _begun(self, state: TrainState, batch: Batch) -> tuple[PreparedUpdate, Any]:
         step = self._step
         gradients = step.begin(state, batch)
         summed = gradients.summed
         has_signal = gradients.has_signal
         clipped = step.clipped(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
-        prepared = Begun(
+        prepared = PreparedUpdate(
             gradients=gradients._replace(summed=dataclasses.replace(summed, grads=None)),
             clipped=clipped._replace(grads=None),
             may_update=may_update if has_signal is None else may_update & has_signal,
@@ -387,7 +389,12 @@ class FilesStep:
         return jax.jit(program, donate_argnums=0)
 
     def _accepted(
-        self, state: TrainState, prepared: Begun, params: Any, counters: Any, is_finite: Array
+        self,
+        state: TrainState,
+        prepared: PreparedUpdate,
+        params: Any,
+        counters: Any,
+        is_finite: Array,
     ) -> tuple[TrainState, StepMetrics]:
         params = jax.tree.map(place_like, params, self._select_trained(state.params))
         if self._step.table is not None:
@@ -395,12 +402,14 @@ class FilesStep:
         new = Counters(new=counters, old=state.opt_state, is_finite=is_finite)
         return self._judge(state, prepared, UpdatedParams(None, params, new))
 
-    def _refused(self, state: TrainState, prepared: Begun) -> tuple[TrainState, StepMetrics]:
+    def _refused(
+        self, state: TrainState, prepared: PreparedUpdate
+    ) -> tuple[TrainState, StepMetrics]:
         same = Counters(new=state.opt_state, old=state.opt_state, is_finite=jnp.ones((), bool))
         return self._judge(state, prepared, UpdatedParams(None, state.params, same))
 
     def _judge(
-        self, state: TrainState, prepared: Begun, update: UpdatedParams
+        self, state: TrainState, prepared: PreparedUpdate, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
         state, metrics, _ = self._step.guarded(state, prepared.gradients, prepared.clipped, update)
         return state, metrics

@@ -28,7 +28,7 @@ from jaxmoe.contrib.slow_links.exchange import About, Exchange
 from jaxmoe.contrib.slow_links.fragments import Arrays, Fragment, Leaf, cut_fragments
 from jaxmoe.contrib.slow_links.ownership import Ownership
 from jaxmoe.contrib.slow_links.selective import SlowWorkers, either
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.weighting import Weighting, factors_of
 from jaxmoe.contrib.slow_links.workers.arrays import Workers
 
@@ -37,7 +37,7 @@ from jaxmoe.contrib.slow_links.workers.arrays import Workers
 class Method:
     """A method that exchanges parameters, as its config builds it."""
 
-    timing: Timing
+    timing: ExchangeTiming
     codec: Callable[[Leaf], Codec]
     """Encoding of each parameter."""
     exchange: Callable[[Leaf], Exchange]

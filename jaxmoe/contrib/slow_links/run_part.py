@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.contrib.slow_links.cost import cost
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.workers.gradient_state import GradientTraining
 from jaxmoe.contrib.slow_links.workers.local import WORKERS, local_of, with_local
 from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
@@ -185,7 +185,7 @@ def _num_workers(assembly: Assembly) -> int:
     return assembly.plan.config.replicas.num_workers(assembly.execution.mesh.replica)
 
 
-def _timing_in_words(timing: Timing) -> str:
+def _timing_in_words(timing: ExchangeTiming) -> str:
     parts = f"{timing.fragments} fragments" if timing.fragments > 1 else "all parameters"
     often = "every step" if timing.every == 1 else f"every {timing.every} steps"
     late = f", merged {timing.delay} step{'s' * (timing.delay > 1)} later" if timing.delay else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
+class ExchangeTiming:
     """Period, fragments and delay of the exchanges."""
 
     every: int = 1

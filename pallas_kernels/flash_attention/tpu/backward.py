@@ -23,7 +23,7 @@ from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu import tiles
-from pallas_kernels.flash_attention.tpu.blocks import Sizes, make_plan
+from pallas_kernels.flash_attention.tpu.blocks import TileSizes, make_plan
 from pallas_kernels.flash_attention.tpu.grid import Grid, mask, when_seen
 from pallas_kernels.flash_attention.tpu.tiles import LANES
 from pallas_kernels.jax_versions import match_varying, shape_varying_like
@@ -41,7 +41,7 @@ def differentiate(
     """
     q, k, v, tokens, rules = operands
     d_out, lse, delta = gradient
-    sizes = Sizes.of(q, k, v, rules)
+    sizes = TileSizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
     # Weights are 0 where a query sees no key; -inf would turn them into NaN.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)

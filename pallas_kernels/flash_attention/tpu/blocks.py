@@ -90,7 +90,7 @@ def _even(length: int, longest: int, unit: int = LANES) -> int:
     return -(-length // (blocks * unit)) * unit
 
 
-class Sizes(NamedTuple):
+class TileSizes(NamedTuple):
     """Static lengths."""
 
     b: int
@@ -105,7 +105,7 @@ class Sizes(NamedTuple):
     key_block: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array, rules: Rules) -> "Sizes":
+    def of(cls, q: Array, k: Array, v: Array, rules: Rules) -> "TileSizes":
         """Return the sizes of the arguments of `flash_attention`."""
         (b, s, n, h), (u, m), hv = q.shape, k.shape[1:3], v.shape[3]
         blocks = block_sizes(s, u, n // m, max(h, hv), q.dtype.itemsize, rules.window)
@@ -235,7 +235,7 @@ class BlockPlan(NamedTuple):
         return self.row_marks.shape[2]
 
 
-def make_plan(sizes: Sizes, tokens: Tokens, rules: Rules) -> BlockPlan:
+def make_plan(sizes: TileSizes, tokens: Tokens, rules: Rules) -> BlockPlan:
     """Return marks, bounds and ranges.
 
     Args:
@@ -264,7 +264,7 @@ def make_plan(sizes: Sizes, tokens: Tokens, rules: Rules) -> BlockPlan:
     )
 
 
-def _marks(xp: ModuleType, sizes: Sizes, tokens: Tokens) -> tuple[Any, Any]:
+def _marks(xp: ModuleType, sizes: TileSizes, tokens: Tokens) -> tuple[Any, Any]:
     q_positions, kv_positions, q_segment_ids, kv_segment_ids = tokens
     if q_positions is None:
         q_positions = np.arange(sizes.s, dtype=np.int32)
@@ -289,7 +289,9 @@ def _marks(xp: ModuleType, sizes: Sizes, tokens: Tokens) -> tuple[Any, Any]:
     )
 
 
-def _visits(xp: ModuleType, sizes: Sizes, marks: tuple[Any, Any], rules: Rules) -> tuple[Any, Any]:
+def _visits(
+    xp: ModuleType, sizes: TileSizes, marks: tuple[Any, Any], rules: Rules
+) -> tuple[Any, Any]:
     """Return the records [b' blocks RECORD] of rows and of keys."""
     rows = _bounds(xp, marks[0])
     keys = _bounds(xp, marks[1])

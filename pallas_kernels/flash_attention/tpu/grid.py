@@ -24,7 +24,7 @@ from pallas_kernels.flash_attention.tpu.blocks import (
     RECORD,
     BlockPlan,
     Bounds,
-    Sizes,
+    TileSizes,
     all_see,
     may_see,
 )
@@ -35,7 +35,7 @@ Side = Literal["rows", "keys"]
 class Grid(NamedTuple):
     """Static grid of a kernel."""
 
-    sizes: Sizes
+    sizes: TileSizes
     by: Side
     steps: int
     num_marks: int
@@ -43,7 +43,7 @@ class Grid(NamedTuple):
     """Whether all sequences have the same marks."""
 
     @classmethod
-    def of(cls, sizes: Sizes, plan: BlockPlan, by: Side) -> "Grid":
+    def of(cls, sizes: TileSizes, plan: BlockPlan, by: Side) -> "Grid":
         """Return the grid of a kernel that keeps the sums of blocks of rows, or of keys."""
         steps = plan.key_steps if by == "rows" else plan.row_steps
         return cls(sizes, by, steps, plan.num_marks, plan.is_shared)

@@ -27,7 +27,7 @@ from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels
 from pallas_kernels.flash_attention.mask import Rules
 from pallas_kernels.flash_attention.tpu import tiles
 from pallas_kernels.flash_attention.tpu.backward import differentiate
-from pallas_kernels.flash_attention.tpu.blocks import Sizes, make_plan
+from pallas_kernels.flash_attention.tpu.blocks import TileSizes, make_plan
 from pallas_kernels.flash_attention.tpu.grid import Grid, mask, when_seen
 from pallas_kernels.flash_attention.tpu.tiles import LANES, RunningSoftmax
 from pallas_kernels.jax_versions import match_varying, shape_varying_like
@@ -41,7 +41,7 @@ def attend(
     `pallas_call` is replaced by kernels that also send (ring/remote_dma/blocks.py).
     """
     q, k, v, tokens, rules = operands
-    sizes = Sizes.of(q, k, v, rules)
+    sizes = TileSizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
     grid = Grid.of(sizes, plan, by="rows")
     arrays = (sizes.to_rows(q), sizes.to_keys(k), sizes.to_keys(v))

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.array_types import Array
 from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient
 from pallas_kernels.flash_attention.mask import Rules
-from pallas_kernels.flash_attention.tpu.blocks import Sizes
+from pallas_kernels.flash_attention.tpu.blocks import TileSizes
 from pallas_kernels.flash_attention.tpu.tiles import column, differentiate_tile, dot
 from pallas_kernels.jax_versions import shape_varying_like
 from pallas_kernels.ring.remote_dma.ring_keys import (
@@ -83,10 +83,10 @@ def differentiate_ring(
 
 def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
     """Return whether the arrays of a rank fit VMEM of the chips that the kernel is for."""
-    return _vmem_bytes(Sizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
+    return _vmem_bytes(TileSizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
 
 
-def _vmem_bytes(sizes: Sizes, itemsize: int) -> int:
+def _vmem_bytes(sizes: TileSizes, itemsize: int) -> int:
     widths = padded(sizes.h) + padded(sizes.hv)
     return sizes.keys * widths * (2 * itemsize + 4 * 4) + sizes.rows * padded(sizes.h) * 4
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.array_types import Array, Float, Float32
 from pallas_kernels.flash_attention.kernels import AttentionOperands
 from pallas_kernels.flash_attention.mask import Rules
-from pallas_kernels.flash_attention.tpu.blocks import Sizes
+from pallas_kernels.flash_attention.tpu.blocks import TileSizes
 from pallas_kernels.flash_attention.tpu.tiles import (
     RunningSoftmax,
     attend_tile,
@@ -76,10 +76,10 @@ def attend_ring(
 
 def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
     """Return whether the arrays of a rank fit VMEM of the chips that the kernel is for."""
-    return _vmem_bytes(Sizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
+    return _vmem_bytes(TileSizes.of(q, k, v, rules), q.dtype.itemsize) <= vmem_budget()
 
 
-def _vmem_bytes(sizes: Sizes, itemsize: int) -> int:
+def _vmem_bytes(sizes: TileSizes, itemsize: int) -> int:
     slots = 2 * sizes.keys * (padded(sizes.h) + padded(sizes.hv)) * itemsize
     # Two numbers of a row take the eight sublanes of their register.
     return slots + sizes.rows * (padded(sizes.hv) + 8) * 4

@@ -36,7 +36,7 @@ from pallas_kernels.flash_attention.tpu.blocks import (
     RECORD,
     BlockPlan,
     Bounds,
-    Sizes,
+    TileSizes,
     all_see,
     make_plan,
     may_see,
@@ -56,7 +56,7 @@ BLOCKS_VMEM = 2**24
 class Shape(NamedTuple):
     """Static part of a kernel; hashable."""
 
-    sizes: Sizes
+    sizes: TileSizes
     rules: Rules
     ranks: int
     is_shared: bool
@@ -198,7 +198,7 @@ def prepare(
         axis_name: Mesh axis of the ring.
     """
     q, k, v, tokens, rules = operands
-    sizes = Sizes.of(q, k, v, rules)
+    sizes = TileSizes.of(q, k, v, rules)
     plan = make_plan(sizes, tokens, rules)
     axes, place = mesh_place()
     ranks = jax.lax.axis_size(axis_name)
@@ -228,7 +228,7 @@ def vmem_budget() -> int:
     return pltpu.get_tpu_info().vmem_capacity_bytes - 2 * BLOCKS_VMEM
 
 
-def make_visits(sizes: Sizes, plan: BlockPlan, rules: Rules, axis_name: str) -> Array:
+def make_visits(sizes: TileSizes, plan: BlockPlan, rules: Rules, axis_name: str) -> Array:
     """Return what each block of rows sees of every rank's keys.
 
     Args:

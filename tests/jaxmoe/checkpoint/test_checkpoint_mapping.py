@@ -7,7 +7,7 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointError
 from jaxmoe.checkpoint.mapping import (
-    AverageParts,
+    Average,
     Concatenate,
     ConcatenateParts,
     Drop,
@@ -76,13 +76,13 @@ def test_replicas_must_be_equal_and_averages_need_not():
         CheckpointError, match=r"^n, by Replicated\(.*: the pieces are not equal: rank0"
     ):
         _build(replicated, arrays)
-    mean = _build([AverageParts("rank{r}/n", "n")], arrays)["n"]
+    mean = _build([Average("rank{r}/n", "n")], arrays)["n"]
     np.testing.assert_allclose(mean, (one + other) / 2, rtol=1e-6)
 
 
 def test_all_misfits_are_listed_at_once():
     arrays = dict.fromkeys(("a/w", "a/x", "b/w", "c"), np.zeros(1))
-    rules = [Rename("{part}/w", "w"), AverageParts("a/{n}", "{n}"), Rename("d", "d")]
+    rules = [Rename("{part}/w", "w"), Average("a/{n}", "{n}"), Rename("d", "d")]
     with pytest.raises(CheckpointError) as error:
         _build(rules, arrays)
     assert str(error.value) == (

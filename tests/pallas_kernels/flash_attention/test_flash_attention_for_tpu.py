@@ -30,7 +30,7 @@ NOTHING_GIVEN = Tokens(None, None, None, None)
 def attentions(draw):
     """Sizes with several blocks, rules and tokens, as numpy arrays."""
     s, u, g = draw(st.integers(1, 30)), draw(st.integers(1, 30)), draw(st.integers(1, 3))
-    sizes = blocks.Sizes(
+    sizes = blocks.TileSizes(
         b=2, s=s, u=u, m=1, g=g, h=1, hv=1,
         row_positions=draw(st.integers(1, 12)), key_block=draw(st.integers(1, 12)),
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_no_visible_key_is_left_out(attention):
 def test_share_of_the_tiles_that_is_computed(window, share):
     rules = Rules(causal=True, window=window, softcap=None, scale=1.0)
     length = blocks.block_sizes(8192, 8192, 1, 128, 2, window)
-    sizes = blocks.Sizes(1, 8192, 8192, 1, 1, 128, 128, *length)
+    sizes = blocks.TileSizes(1, 8192, 8192, 1, 1, 128, 128, *length)
     plan = blocks.make_plan(sizes, NOTHING_GIVEN, rules)
     records = np.asarray(plan.row_bounds).reshape(-1, blocks.RECORD)
     visited = np.sum(records[:, 5] - records[:, 4] + 1)

@@ -9,7 +9,9 @@ from jaxmoe.contrib.fleet.dispatch.base import Role as Role
 from jaxmoe.contrib.fleet.dispatch.base import Route as Route
 from jaxmoe.contrib.fleet.dispatch.dist_serve import DistServeConfig as DistServeConfig
 from jaxmoe.contrib.fleet.dispatch.dual_map import DualMapConfig as DualMapConfig
-from jaxmoe.contrib.fleet.dispatch.least_loaded import LeastLoadedConfig as LeastLoadedConfig
+from jaxmoe.contrib.fleet.dispatch.least_loaded import (
+    LeastLoadedDispatchConfig as LeastLoadedDispatchConfig,
+)
 from jaxmoe.contrib.fleet.dispatch.llumnix import LlumnixConfig as LlumnixConfig
 from jaxmoe.contrib.fleet.dispatch.pd_serve import PDServeConfig as PDServeConfig
 from jaxmoe.contrib.fleet.dispatch.prefix_aware import PrefixAwareConfig as PrefixAwareConfig

@@ -18,7 +18,7 @@ from jaxmoe.serve.requests import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LeastLoadedConfig(DispatchConfig):
+class LeastLoadedDispatchConfig(DispatchConfig):
     """Instance with the fewest tokens left to compute."""
 
     name: ClassVar[str] = "least_loaded"

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedConfig, Role
+from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedDispatchConfig, Role
 from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.fleet.migration import Copy
 from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
@@ -57,7 +57,7 @@ class Simulation:
             facts = retention.facts(facts)
         if "partitions" not in batching.needs:
             facts = dataclasses.replace(facts, capabilities=facts.capabilities - {"partitions"})
-        dispatch = dispatch or LeastLoadedConfig()
+        dispatch = dispatch or LeastLoadedDispatchConfig()
         self.now = 0.0
         self.plans: list[tuple[int, Plan]] = []
         """Plans with work, and the instance of each."""

@@ -39,7 +39,7 @@ from jaxmoe.contrib.slow_links.exchange import About, Decode, Exchange, no_state
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
 from jaxmoe.contrib.slow_links.gossip import Pairs, matched_pairs, received
 from jaxmoe.contrib.slow_links.method import Method
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 
 Graph = Literal["ring", "complete"]
 
@@ -101,7 +101,7 @@ class A2cid2Config(ReplicasBase):
             copies=lambda workers: float(np.mean([_senders(pairs) for pairs in table])) / workers,
         )
         return Method(
-            timing=Timing(every=self.every),
+            timing=ExchangeTiming(every=self.every),
             codec=lambda leaf: plain(),
             exchange=lambda leaf: exchange,
             outer=None,

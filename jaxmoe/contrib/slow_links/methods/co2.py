@@ -34,7 +34,7 @@ from jaxmoe.contrib.slow_links.codec import plain
 from jaxmoe.contrib.slow_links.exchange import mean, permuted_mean
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts, is_small
 from jaxmoe.contrib.slow_links.method import Method
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.weighting import weighting_of
 
 
@@ -69,7 +69,7 @@ class CO2Config(AveragingBase):
         del facts
         delay = self.every if self.delay is None else self.delay
         return Method(
-            timing=Timing(every=self.every, delay=delay),
+            timing=ExchangeTiming(every=self.every, delay=delay),
             codec=lambda leaf: plain(),
             exchange=lambda leaf: mean() if is_small(leaf) else permuted_mean(),
             outer=optax.chain(

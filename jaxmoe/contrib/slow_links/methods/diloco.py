@@ -19,7 +19,7 @@ from jaxmoe.contrib.slow_links.codec import plain
 from jaxmoe.contrib.slow_links.exchange import mean
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
 from jaxmoe.contrib.slow_links.method import Method
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.weighting import weighting_of
 
 
@@ -40,7 +40,7 @@ class DiLoCoConfig(AveragingBase):
         """Return the method; see the base class."""
         del facts
         return Method(
-            timing=Timing(every=self.every),
+            timing=ExchangeTiming(every=self.every),
             codec=lambda leaf: plain(),
             exchange=lambda leaf: mean(),
             outer=optax.sgd(self.learning_rate, self.momentum, nesterov=True),

@@ -29,7 +29,7 @@ from jaxmoe.contrib.slow_links.exchange import About, Decode, Exchange, no_state
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
 from jaxmoe.contrib.slow_links.gossip import random_pairs, received
 from jaxmoe.contrib.slow_links.method import Method
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class NoLoCoConfig(ReplicasBase):
 
         exchange = Exchange(init=no_state, mix=mix, is_shared=False, copies=lambda workers: 2.0)
         return Method(
-            timing=Timing(every=self.every),
+            timing=ExchangeTiming(every=self.every),
             codec=lambda leaf: plain(),
             exchange=lambda leaf: exchange,
             outer=optax.sgd(self.learning_rate, self.momentum),

@@ -28,7 +28,7 @@ from jaxmoe.contrib.slow_links.exchange import About, Decode, Exchange, no_state
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
 from jaxmoe.contrib.slow_links.gossip import random_peers, received
 from jaxmoe.contrib.slow_links.method import Method
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class SingleMergeConfig(ReplicasBase):
             copies=lambda workers: (1 - share) * sent + share * 2 * (workers - 1) / workers,
         )
         return Method(
-            timing=Timing(every=self.every),
+            timing=ExchangeTiming(every=self.every),
             codec=lambda leaf: plain(),
             exchange=lambda leaf: exchange,
             outer=None,

@@ -25,7 +25,7 @@ from jaxmoe.contrib.slow_links.codecs.top_k import SIDE, top_k
 from jaxmoe.contrib.slow_links.exchange import Exchange, gathered_mean, mean
 from jaxmoe.contrib.slow_links.fragments import Leaf, TrainingFacts, is_small
 from jaxmoe.contrib.slow_links.method import Method
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.weighting import weighting_of
 
 
@@ -71,7 +71,7 @@ class SparseConfig(AveragingBase):
             return mean() if is_small(leaf) else gathered_mean(self.reduce)
 
         return Method(
-            timing=Timing(every=self.every),
+            timing=ExchangeTiming(every=self.every),
             codec=codec,
             exchange=exchange,
             outer=optax.sgd(self.learning_rate),

@@ -39,7 +39,7 @@ from jaxmoe.contrib.slow_links.expert_merging import ExpertMerging
 from jaxmoe.contrib.slow_links.fragments import Leaf, TrainingFacts
 from jaxmoe.contrib.slow_links.method import Method
 from jaxmoe.contrib.slow_links.ownership import Ownership
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from sharding import axes as ax
 
 
@@ -105,7 +105,7 @@ class SpesConfig(ReplicasBase):
             return merging.apply(slow, jnp.where(step > facts.steps, self.merging_steps, step))
 
         return Method(
-            timing=Timing(every=self.every),
+            timing=ExchangeTiming(every=self.every),
             codec=lambda leaf: plain(),
             exchange=lambda leaf: (
                 from_owner(owned, leaf.shape[_experts(leaf)]) if ax.EXPERTS in leaf.axes else mean()

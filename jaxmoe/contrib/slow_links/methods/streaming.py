@@ -28,7 +28,7 @@ from jaxmoe.contrib.slow_links.codecs.e3m0 import e3m0
 from jaxmoe.contrib.slow_links.exchange import Exchange, gathered_mean, mean
 from jaxmoe.contrib.slow_links.fragments import Leaf, TrainingFacts, is_small
 from jaxmoe.contrib.slow_links.method import Method
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.weighting import weighting_of
 
 
@@ -67,7 +67,7 @@ class StreamingConfig(AveragingBase):
             return mean() if is_plain(leaf) else gathered_mean()
 
         return Method(
-            timing=Timing(
+            timing=ExchangeTiming(
                 every=self.every, fragments=self.fragments, delay=self.delay, keep=self.keep
             ),
             codec=codec,

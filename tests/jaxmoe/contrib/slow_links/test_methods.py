@@ -26,7 +26,7 @@ from jaxmoe.contrib.slow_links import (
     StreamingConfig,
 )
 from jaxmoe.contrib.slow_links.cost import cost
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.workers.local import local_of
 from jaxmoe.training.replicas import REPLICAS
 from tests.support import worker_runs as wr
@@ -249,7 +249,7 @@ def test_a_message_merged_after_the_last_step_is_not_merged_again():
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("last", [2, 6, 7, 20])
 def test_exchanges_of_a_run_are_counted_with_the_last(every, delay, last):
-    timing = Timing(every=every, fragments=min(every, 2), delay=delay, last=last)
+    timing = ExchangeTiming(every=every, fragments=min(every, 2), delay=delay, last=last)
     for part in range(timing.fragments):
         sent = [step for step in range(last) if timing.sends(part, step)]
         assert [timing.round(part, step) for step in sent] == list(range(len(sent)))

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.contrib.slow_links import CO2Config, StreamingConfig, exchange
 from jaxmoe.contrib.slow_links.exchange import About, mean, permuted_mean
-from jaxmoe.contrib.slow_links.timing import Timing
+from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 from jaxmoe.contrib.slow_links.workers.programs import WorkerSchedule
 from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.contrib.slow_links.workers.step import exchange_late, exchange_now, local_steps
@@ -37,10 +37,10 @@ from tests.support.models import TINY
 @pytest.mark.parametrize(
     ("timing", "turns"),
     [
-        (Timing(every=4, delay=4, last=20), ((), (0,))),
-        (Timing(every=4, fragments=2, delay=1, last=20), ((), (0,), (1,))),
-        (Timing(every=1, delay=1), ((), (0,))),
-        (Timing(every=50, delay=1, last=20), ((),)),  # nothing is sent before the last step
+        (ExchangeTiming(every=4, delay=4, last=20), ((), (0,))),
+        (ExchangeTiming(every=4, fragments=2, delay=1, last=20), ((), (0,), (1,))),
+        (ExchangeTiming(every=1, delay=1), ((), (0,))),
+        (ExchangeTiming(every=50, delay=1, last=20), ((),)),  # nothing is sent before the last step
     ],
 )
 def test_a_run_has_a_program_for_each_fragment_and_one_that_sends_nothing(timing, turns):
