@@ -117,8 +117,7 @@ class Transformer(nn.Module):
             has_logits: False leaves the logits out, for a loss that applies the head itself.
             logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
             places: Place of each token in its row, where the [B S] arrays are laid out already by
-                `jaxmoe.layers.sequences`; the results then are too. None: both are in the order of
-                the tokens.
+                `jaxmoe.layers.sequences`, as the results then are; None for the order of tokens.
             kept: Equal groups of the layers of the longest scan; False leaves one out; None: all.
             level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
             rewrite: Function of the parameters of each layer, see `jaxmoe.layers.view`; or None.
@@ -132,9 +131,8 @@ class Transformer(nn.Module):
         if places is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids, level)
             about = lay_out(about, order, execution)
-        about = dataclasses.replace(
-            token_inputs(about, row_ids, order, execution.placement), level=level
-        )
+        about = token_inputs(about, row_ids, order, execution.placement)
+        about = dataclasses.replace(about, level=level)
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)

@@ -109,24 +109,25 @@ def to_huggingface(
         raise CheckpointError(f"{modeling.FILE} has a module for each expert: experts='each'")
     source = _ExportSource(model, chosen, arrays, is_stacked=experts == "stacked")
     planned = source.planned(dtype)
-    with new_directory(
-        pathlib.Path(directory), sum(tensor.num_bytes for tensor in planned.values())
-    ) as partial:
+    size = sum(tensor.num_bytes for tensor in planned.values())
+    with new_directory(pathlib.Path(directory), size) as partial:
         write_tensors(partial, planned, source.read, max_shard_bytes=max_shard_bytes)
-        (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+        _write_json(partial / CONFIG, config, sort_keys=True)
         settings = dict(generation or {})
         if chosen is OWN:
             (partial / modeling.FILE).write_text(modeling.MODELING, encoding="utf-8")
-            # The modelling file has no cache, which generation uses by default.
-            settings["use_cache"] = False
+            settings["use_cache"] = False  # the modelling file has none, generation's default
         if settings:  # generation reads token ids from this file alone if it exists
-            token_ids = {name: config[name] for name in TOKENS if config[name] is not None}
-            text = json.dumps(token_ids | settings, indent=2)
-            (partial / GENERATION).write_text(f"{text}\n", encoding="utf-8")
+            settings = {n: config[n] for n in TOKENS if config[n] is not None} | settings
+            _write_json(partial / GENERATION, settings)
         for file, content in (texts or {}).items():
             with open(partial / file, "x", encoding="utf-8") as stream:  # must not exist
                 stream.write(content)
     return pathlib.Path(directory)
+
+
+def _write_json(path: pathlib.Path, fields: Mapping[str, Any], *, sort_keys: bool = False) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
 def suggest_family(model: ModelConfig) -> tuple[str, str]:
