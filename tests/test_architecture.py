@@ -329,13 +329,8 @@ def test_imports_flow_one_way():
 
 
 def _place(name: str) -> str:
-    """The package of a module of jaxmoe: `routing` of `jaxmoe.routing.gates`, and `layers` of
-    `jaxmoe.contrib.layers.fine`, because a method of contrib belongs to its package. A
-    vertical stands above all packages."""
-    top, _, rest = name.removeprefix("jaxmoe.").partition(".")
-    below = rest.partition(".")[0]
-    is_vertical = (ROOT / "jaxmoe" / "contrib" / below / "README.md").exists()
-    return below if top == "contrib" and below in ORDER and not is_vertical else top
+    """The package of a module of jaxmoe: `routing` of `jaxmoe.routing.gates`."""
+    return name.removeprefix("jaxmoe.").partition(".")[0]
 
 
 def _jaxmoe_imports(path: pathlib.Path) -> Iterator[tuple[int, str]]:
@@ -369,8 +364,7 @@ def test_packages_of_jaxmoe_are_ordered():
     check(failures())
 
 
-def test_a_method_of_contrib_has_the_place_of_its_package_and_a_vertical_the_last():
-    assert _place("jaxmoe.contrib.layers.fine") == _place("jaxmoe.layers.block") == "layers"
+def test_verticals_stand_above_all_packages():
     assert _place("jaxmoe.contrib.elastic.request") == ORDER[-1] == "contrib"
 
 
