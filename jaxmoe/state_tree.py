@@ -38,7 +38,7 @@ serialization.register_serialization_state(
 )
 
 
-class StoredArray(abc.ABC):
+class ExternalArray(abc.ABC):
     """Leaf of a state whose values lie outside the memory of this process until they are read.
 
     It has the shape, dtype, sharding, `is_deleted` and `__array__` of an array, so that it is saved
@@ -53,13 +53,13 @@ class StoredArray(abc.ABC):
         """Return whether a later step has replaced the values."""
 
 
-def without_stored(tree: Any) -> Any:
-    """Return a state with None in place of its stored arrays.
+def without_external(tree: Any) -> Any:
+    """Return a state with None in place of its external arrays.
 
     Args:
         tree: State.
     """
-    return jax.tree.map(lambda leaf: None if isinstance(leaf, StoredArray) else leaf, tree)
+    return jax.tree.map(lambda leaf: None if isinstance(leaf, ExternalArray) else leaf, tree)
 
 
 def is_key(leaf: Any) -> bool:

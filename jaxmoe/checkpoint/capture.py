@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxmoe.state_tree import StoredArray
+from jaxmoe.state_tree import ExternalArray
 
 
 def reason_against(state: Any) -> str:
@@ -37,7 +37,7 @@ def reason_against(state: Any) -> str:
     """
     leaves = jax.tree.leaves(state)
     for leaf in leaves:
-        if isinstance(leaf, StoredArray):
+        if isinstance(leaf, ExternalArray):
             return f"arrays are in {leaf.place}"
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     needed: dict[jax.Device, int] = {}

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jaxmoe.fingerprints import fingerprints
-from jaxmoe.state_tree import without_stored
+from jaxmoe.state_tree import without_external
 from jaxmoe.training.state import TrainState
 
 
@@ -25,4 +25,4 @@ class ReplicaHook:
 
     def run(self, step: int, state: TrainState) -> None:
         """Raise ReplicasDifferError, naming devices and arrays, if replicas differ."""
-        fingerprints(without_stored(state))
+        fingerprints(without_external(state))

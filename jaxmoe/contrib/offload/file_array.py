@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from jaxmoe.contrib.offload.part_files import PartFiles
-from jaxmoe.state_tree import StoredArray
+from jaxmoe.state_tree import ExternalArray
 
 
-class FileArray(StoredArray):
+class FileArray(ExternalArray):
     """Array in files; a leaf of a state between two steps. It is read when it is converted.
 
     A step that is accepted replaces the values: the array is then deleted, as one that was donated.
