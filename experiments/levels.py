@@ -7,8 +7,8 @@
 Lengths of documents are drawn from a log-normal distribution, cut at --training.sequence_length and
 packed by best fit into the rows of each step. Static context parallelism attends to every row in
 one ring over mesh.seq; the assigners of training.assign pack the documents of the step again into
-micro-batches by level. All are priced by `jaxmoe/planning/levels.py`; nothing is measured. Times
-are of one step: all micro-batches, forward and backward, without the update.
+micro-batches by level. All are priced by `jaxmoe/contrib/levels/pricing.py`; nothing is measured.
+Times are of one step: all micro-batches, forward and backward, without the update.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from experiments.cli.output import say
 from experiments.cli.tables import text_table
 from experiments.plan.config import step_plan
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
-from jaxmoe.data.levels import ASSIGNERS
-from jaxmoe.data.levels.rows import Forecast
+from jaxmoe.contrib.levels import ASSIGNERS
+from jaxmoe.contrib.levels.by_level import LevelsConfig
+from jaxmoe.contrib.levels.pricing import level_packing
+from jaxmoe.contrib.levels.rows import Forecast
 from jaxmoe.data.packing import best_fit
 from jaxmoe.planning.hardware import parse_topology
-from jaxmoe.planning.levels import level_packing
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from sharding.sequence_parallel import LevelsConfig
 
 HEADINGS = ("packing", "seconds", "micro-batches", "of static", "assigned in", "tokens by degree")
 DEFAULT = "qwen3_30b_a3b"

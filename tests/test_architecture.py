@@ -136,7 +136,7 @@ REGISTRIES = {
         "language_mixture",
         "tokenizer_only",
     },
-    "jaxmoe.data.levels:ASSIGNERS": {"buckets", "milp", "zones"},
+    "jaxmoe.contrib.levels:ASSIGNERS": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FEED_FORWARDS": {"dense", "moe", "ultra_mem", "two_sizes"},
     "jaxmoe.layers.mixers:MIXERS": {

@@ -54,7 +54,7 @@ _SEQUENCE_PARALLEL: Final = {
         "Queries travel one way, their results the other.",
     ),
     "levels": (
-        "sharding.sequence_parallel.by_level:LevelsConfig",
+        "jaxmoe.contrib.levels.by_level:LevelsConfig",
         "Rings of as many devices as the documents of a micro-batch need.",
     ),
 }

@@ -40,12 +40,15 @@ _DATA: Final = {
 }
 _ASSIGN: Final = {
     "buckets": (
-        "jaxmoe.data.levels.buckets:BucketsConfig",
+        "jaxmoe.contrib.levels.buckets:BucketsConfig",
         "The lowest level that holds a document (ByteScale).",
     ),
-    "milp": ("jaxmoe.data.levels.milp:MilpConfig", "Levels by an integer linear program (FlexSP)."),
+    "milp": (
+        "jaxmoe.contrib.levels.milp:MilpConfig",
+        "Levels by an integer linear program (FlexSP).",
+    ),
     "zones": (
-        "jaxmoe.data.levels.zones:ZonesConfig",
+        "jaxmoe.contrib.levels.zones:ZonesConfig",
         "One device, one host or all hosts, by the length of a document (Zeppelin).",
     ),
 }
@@ -301,7 +304,7 @@ _TOKENIZER: Final = {
 BASES: Final = {
     "data": "jaxmoe.data.source:SourceKind",
     "tokenizer": "jaxmoe.data.tokenizer.base:TokenizerConfig",
-    "assign": "jaxmoe.data.levels.plan:Assigner",
+    "assign": "jaxmoe.data.repacking:Assigner",
     "skipping": "jaxmoe.training.estimators.skipping:Skipping",
     "details": "jaxmoe.run.measures:Details",
     "subset": "jaxmoe.data.subset:SubsetConfig",

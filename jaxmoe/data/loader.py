@@ -32,8 +32,8 @@ import numpy as np
 
 from jaxmoe.data.batch import Batch, DataError, validate_batch
 from jaxmoe.data.batch_sizes import BatchSizes
-from jaxmoe.data.levels.rows import LevelPacking
 from jaxmoe.data.order import order_digest, shuffled
+from jaxmoe.data.repacking import Repacking
 from jaxmoe.data.skipped import SkippedRows
 from jaxmoe.data.source import Row, Source, Split
 from jaxmoe.optional import require
@@ -61,8 +61,8 @@ class Loader:
     """Rows of each step, if they grow to `batch_size`; None: the same at every step."""
     skipped: SkippedRows = SkippedRows()
     """Rows that are left out."""
-    levels: LevelPacking | None = None
-    """Packing of the documents of a step by level; None leaves them in their rows."""
+    repacking: Repacking | None = None
+    """What packs the documents of a step again; None leaves them in their rows."""
 
     def __post_init__(self):
         if self.batch_sizes is not None and self.batch_sizes.stages[-1][1] != self.batch_size:
@@ -101,7 +101,7 @@ class Loader:
             process_count: Number of equal parts.
 
         Returns:
-            Rows [B / process_count, S], as numpy arrays; packed by level there are more.
+            Rows [B / process_count, S], as numpy arrays; packed again there are more.
 
         Raises:
             DataError: The batch does not divide into parts, the step is negative or past the end of
@@ -119,10 +119,10 @@ class Loader:
         part = rows // process_count
         first = self.first_row(step) + process_index * part
         self._check_step(step)
-        if self.levels is None:
+        if self.repacking is None:
             batch = _batch_of([self.row(number) for number in range(first, first + part)])
         else:
-            batch = self.levels.batch(
+            batch = self.repacking.batch(
                 self.step_rows(step), process_index=process_index, process_count=process_count
             )
         validate_batch(batch, self.source.vocab_size)

@@ -15,7 +15,7 @@ one), cut every S tokens. There is no padding and no segments, and attention cro
 last tokens of an epoch, fewer than S, are left out.
 
 `levels`: the rows of `best_fit`, whose documents the loader packs again for each step
-(`jaxmoe/data/levels`); held-out rows stay as they are.
+(`jaxmoe/contrib/levels`); held-out rows stay as they are.
 
 Documents may have loss weights (`data:chat`). Of those, pieces without a trained token are left
 out, so that every row has one, and `long` says what becomes of documents of several pieces.

@@ -78,7 +78,7 @@ class SourceKind(abc.ABC):
 
     @property
     def packs_levels(self) -> bool:
-        """Whether the documents of a step are packed by level; see `jaxmoe.data.levels`."""
+        """Whether the documents of a step are packed by level; see `jaxmoe.contrib.levels`."""
         return False
 
     def for_evaluation(self) -> Any:

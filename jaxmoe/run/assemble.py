@@ -13,18 +13,17 @@ import jax
 from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, Loader, Source, SourceKind, check_hosts, evaluation_batches
-from jaxmoe.data.levels import LevelPacking
 from jaxmoe.data.mixture import tasks_of
+from jaxmoe.data.repacking import Repacking
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import abstract_params, quantized_params
 from jaxmoe.optim.steps import backward_name
 from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
-from jaxmoe.planning.levels import level_packing
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import RunPlan, check_mesh, make_plan
 from jaxmoe.training.batch_ramp import accumulation_of
-from jaxmoe.training.feed import Feed, LevelFeed, LoaderFeed
+from jaxmoe.training.feed import Feed, LoaderFeed
 from jaxmoe.training.parts.update import Update
 from jaxmoe.training.replicas import OneWorker
 from jaxmoe.training.state import TrainState, init_state
@@ -161,8 +160,7 @@ class Assembly:
         config = self.plan.config
         if config.rl is not None:
             return config.rl.build(self.plan, self.execution, self.mesh, self.source)
-        kind = LoaderFeed if self.loader.levels is None else LevelFeed
-        return kind(
+        return LoaderFeed(
             loader=self.loader,
             mesh=self.mesh,
             part=self.batch_part,
@@ -253,7 +251,7 @@ def assemble(
         sequence_length=training.sequence_length,
         seed=training.seed,
         batch_sizes=training.batch_sizes if training.batch_ramp else None,
-        levels=_level_packing(plan, execution, mesh) if config.data.packs_levels else None,
+        repacking=_repacking(plan, execution, mesh) if config.data.packs_levels else None,
     )
     assembly = Assembly(
         plan=plan,
@@ -303,11 +301,10 @@ def _source(config: PretrainConfig, data: SourceKind | None, *, needs_data: bool
     return source
 
 
-def _level_packing(plan: RunPlan, execution: ExecutionConfig, mesh: Mesh) -> LevelPacking:
-    """Return the packing of the documents of a step by level."""
-    training = plan.config.training
+def _repacking(plan: RunPlan, execution: ExecutionConfig, mesh: Mesh) -> Repacking:
+    """Return what packs the documents of a step again."""
     chip = attached_chip(mesh.devices.flat[0])
-    return level_packing(plan.step_plan(execution), training.assign, chip)
+    return plan.config.assigner.repacking(plan.step_plan(execution), chip)
 
 
 def entropy_floor(assembly: Assembly) -> float | None:

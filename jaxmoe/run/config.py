@@ -21,11 +21,12 @@ import re
 from typing import Any, ClassVar, Literal
 
 from jaxmoe import combinations
+from jaxmoe.catalog import choice
 from jaxmoe.catalog.run_parts import STEP_PARTS
 from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.data.batch_sizes import BatchSizes
-from jaxmoe.data.levels import Assigner, BucketsConfig
+from jaxmoe.data.repacking import Assigner
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.models.config import ModelConfig
@@ -194,8 +195,8 @@ class TrainingConfig:
     checkpoint and skips their batches. 0 ends the run as diverged at once."""
     objective: Objective = NextTokenConfig()
     """Training objective."""
-    assign: Assigner = BucketsConfig()
-    """Choice of the level of each document, with data.packing levels."""
+    assign: Assigner | None = None
+    """Choice of the level of each document, with data.packing levels; buckets when None."""
     skipping: Skipping | None = None
     """Layers that micro-batches leave out (SkipPipe); None for none."""
     gradients: Gradients = BackpropConfig()
@@ -427,7 +428,17 @@ class PretrainConfig:
     def step_parts(self) -> tuple[StepPart, ...]:
         """Parts of a step beside gradients, update and guard."""
         addresses = (address for asks, address in STEP_PARTS if asks(self))
-        return self.training.step_parts + tuple(pkgutil.resolve_name(name)() for name in addresses)
+        repacked = self.assigner.step_parts if self.data.packs_levels else ()
+        return (
+            *self.training.step_parts,
+            *(pkgutil.resolve_name(name)() for name in addresses),
+            *repacked,
+        )
+
+    @property
+    def assigner(self) -> Assigner:
+        """How the documents of a step are packed again, where data.packing says so."""
+        return self.training.assign or choice("assign", "buckets")()
 
     @property
     def held_out_batch_size(self) -> int:

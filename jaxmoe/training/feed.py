@@ -161,6 +161,11 @@ class LoaderFeed(Feed):
     last_step: int
     """Total number of steps."""
 
+    @property
+    def num_parts(self) -> int | None:
+        """Number of micro-batches of rows that are packed again."""
+        return None if self.loader.repacking is None else self.loader.repacking.micro_batches
+
     def batch(self, step: int) -> Batch:
         """Return the batch after a number of steps."""
         index, count = self.part
@@ -176,13 +181,3 @@ class LoaderFeed(Feed):
         with contextlib.closing(rows):
             for batch in rows:
                 yield global_batch(batch, self.mesh)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LevelFeed(LoaderFeed):
-    """Batches of a loader that packs the documents of a step by level."""
-
-    @property
-    def num_parts(self) -> int | None:
-        """Number of micro-batches of a level packing."""
-        return None if self.loader.levels is None else self.loader.levels.micro_batches

@@ -46,7 +46,7 @@ class StepMetrics:
     tokens. See `jaxmoe/training/parts/worker_losses.py`."""
     levels: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
     """Micro-batches and shares of tokens by level, of batches packed by level; see
-    `jaxmoe/training/measures/levels.py`."""
+    `jaxmoe/contrib/levels/measures.py`."""
     exchange: dict[str, Float[Array, " R"]] = struct.field(default_factory=dict)
     """Measures of the last exchange between workers; empty without. See
     `jaxmoe/contrib/slow_links/workers/step.py`."""

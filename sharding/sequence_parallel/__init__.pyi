@@ -5,7 +5,6 @@ from sharding.sequence_parallel.attend import attend as attend
 from sharding.sequence_parallel.attend import sequence_ranks as sequence_ranks
 from sharding.sequence_parallel.auto import AutoSequenceParallelConfig as AutoSequenceParallelConfig
 from sharding.sequence_parallel.auto import choose as choose
-from sharding.sequence_parallel.by_level import LevelsConfig as LevelsConfig
 from sharding.sequence_parallel.cache_formats import CacheFormat as CacheFormat
 from sharding.sequence_parallel.cache_formats import as_cached as as_cached
 from sharding.sequence_parallel.cache_formats import bytes_per_token as bytes_per_token

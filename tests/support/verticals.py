@@ -173,25 +173,21 @@ VERTICALS = {
     ),
     "levels": Vertical(
         sources=(
-            "jaxmoe/data/levels/*",
-            "sharding/sequence_parallel/by_level.py",
-            "jaxmoe/training/measures/levels.py",
-            "jaxmoe/planning/levels.py",
+            "jaxmoe/contrib/levels/*",
             "experiments/levels.py",
         ),
         tests=(
-            "tests/jaxmoe/data/levels/*",
-            "tests/sharding/sequence_parallel/test_by_level.py",
-            "tests/jaxmoe/training/test_levels.py",
+            "tests/jaxmoe/contrib/levels/*",
             "tests/experiments/test_levels.py",
         ),
         smoke=(
-            "tests/jaxmoe/data/levels/test_assign.py"
+            "tests/jaxmoe/contrib/levels/test_assign.py"
             "::test_every_document_once_within_capacity_and_buffer[buckets]"
         ),
         sockets=(
             "jaxmoe/data/loader.py",
             "jaxmoe/data/packing.py",
+            "jaxmoe/data/repacking.py",
         ),
     ),
     "mkor": Vertical(

@@ -30,7 +30,7 @@ class ReadingConfig(PartitionedConfig):
     packing: Packing = "best_fit"
     """best_fit: documents side by side, attention within each. concatenate: documents end to end,
     cut at every row, attention across documents; computes faster. levels: the documents of the
-    best_fit rows of a step, packed again into micro-batches by level, see jaxmoe/data/levels."""
+    best_fit rows of a step, packed again into micro-batches by level, see jaxmoe/contrib/levels."""
     validation_fraction: float = 0.05
     """Share of documents to hold out; of the end of each, if that is less than one document."""
     on_bad_record: BadRecords = "stop"

@@ -61,8 +61,8 @@ def print_header(
             say(f"lineage  {event}")
     if assembly.execution.mesh.seq > 1:
         say(f"seq      {sequence_form(assembly)}")
-    if (packing := assembly.loader.levels) is not None:
-        say(f"levels   {packing.forecast_of(assembly.loader.step_rows(first_step)).text}")
+    if (repacking := assembly.loader.repacking) is not None:
+        say(f"levels   {repacking.describe(assembly.loader.step_rows(first_step))}")
     if assembly.execution.mesh.stage > 1:
         paths = training.step_gradients.paths(training.accumulation)
         arguments = model, assembly.execution, training.accumulation

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.levels.rows import documents_of
 from jaxmoe.data import DataError, FilesConfig, Loader
-from jaxmoe.data.levels.rows import documents_of
 from jaxmoe.data.loader import _batch_of
 from jaxmoe.data.packed import build_sources
 from jaxmoe.data.packing import BestFit, Concatenated

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.levels import BucketsConfig
 from jaxmoe.data import Loader
-from jaxmoe.data.levels import BucketsConfig
 from jaxmoe.data.synthetic import MarkovConfig
-from jaxmoe.training.feed import Feed, LevelFeed, LoaderFeed
-from tests.jaxmoe.data.levels.test_rows import loader_of
+from jaxmoe.training.feed import Feed, LoaderFeed
+from tests.jaxmoe.contrib.levels.test_rows import loader_of
 
 STEPS = 4
 
@@ -33,7 +33,7 @@ def _of_loader():
 
 def _of_levels():
     loader = loader_of(BucketsConfig())
-    return LevelFeed(loader=loader, mesh=one_device(), part=(0, 1), last_step=STEPS)
+    return LoaderFeed(loader=loader, mesh=one_device(), part=(0, 1), last_step=STEPS)
 
 
 FEEDS = {"loader": _of_loader, "levels": _of_levels}
@@ -83,5 +83,5 @@ def test_neutral_defaults():
 
 def test_levels_say_how_many_parts_a_batch_has():
     feed = _of_levels()
-    assert feed.loader.levels is not None
-    assert feed.num_parts == feed.loader.levels.micro_batches
+    assert feed.loader.repacking is not None
+    assert feed.num_parts == feed.loader.repacking.micro_batches

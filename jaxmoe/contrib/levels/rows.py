@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.contrib.levels.cost import LevelCost
+from jaxmoe.contrib.levels.plan import Group, LevelAssigner, LevelPlan, Room
 from jaxmoe.data.batch import Batch
-from jaxmoe.data.levels.cost import LevelCost
-from jaxmoe.data.levels.plan import Assigner, Group, LevelPlan, Room
+from jaxmoe.data.repacking import Repacking
 from jaxmoe.data.source import Row
 from pallas_kernels.array_types import Float, Int
 
@@ -57,10 +58,10 @@ class Forecast:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LevelPacking:
+class LevelPacking(Repacking):
     """Packing of the rows of a step by level."""
 
-    assigner: Assigner
+    assigner: LevelAssigner
     room: Room
     cost: LevelCost
     accumulation: int
@@ -135,6 +136,10 @@ class LevelPacking:
             rows: All rows of the step.
         """
         return self.forecast([[document.length for document in documents_of(row)] for row in rows])
+
+    def describe(self, rows: Sequence[Row]) -> str:
+        """Return the forecast of a step in words."""
+        return self.forecast_of(rows).text
 
     def batch(self, rows: Sequence[Row], *, process_index: int, process_count: int) -> Batch:
         """Return the part of one host of the batch of a step.

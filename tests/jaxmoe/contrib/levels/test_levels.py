@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 
 from jaxmoe import init_params
+from jaxmoe.contrib.levels import (
+    BucketsConfig,
+    LevelCost,
+    LevelPacking,
+    MilpConfig,
+    Room,
+    ZonesConfig,
+)
+from jaxmoe.contrib.levels.by_level import LevelsConfig
+from jaxmoe.contrib.levels.measures import level_measures
 from jaxmoe.data import Batch
-from jaxmoe.data.levels import BucketsConfig, LevelCost, LevelPacking, MilpConfig, Room, ZonesConfig
 from jaxmoe.data.loader import _batch_of
 from jaxmoe.data.source import Row
 from jaxmoe.execution import ExecutionConfig
@@ -21,11 +30,10 @@ from jaxmoe.optim import adamw
 from jaxmoe.planning.hlo import collectives
 from jaxmoe.training.gradients import batch_gradients
 from jaxmoe.training.loss import forward_and_nll
-from jaxmoe.training.measures.levels import level_measures
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import Step
 from sharding import MeshConfig
-from sharding.sequence_parallel import LevelsConfig, RingConfig
+from sharding.sequence_parallel import RingConfig
 from tests.support.hlo_branches import branch_collectives
 from tests.support.meshes import mesh_of
 from tests.support.models import TINY as TWO_LAYERS

@@ -18,12 +18,12 @@ import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxmoe.data.levels.cost import LevelCost
-from jaxmoe.data.levels.plan import Assigner, LevelPlan, Room, plan_of
+from jaxmoe.contrib.levels.cost import LevelCost
+from jaxmoe.contrib.levels.plan import LevelAssigner, LevelPlan, Room, plan_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ZonesConfig(Assigner):
+class ZonesConfig(LevelAssigner):
     """One device, one host or all hosts, by the length of a document (Zeppelin)."""
 
     name: ClassVar[str] = "zones"

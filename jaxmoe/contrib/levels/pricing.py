@@ -17,7 +17,7 @@ import dataclasses
 from types import SimpleNamespace
 
 from jaxmoe import combinations
-from jaxmoe.data.levels import Assigner, LevelCost, LevelPacking, Room
+from jaxmoe.contrib.levels import LevelAssigner, LevelCost, LevelPacking, Room
 from jaxmoe.layers.context import heads_of
 from jaxmoe.models.flops import matmul_parameters
 from jaxmoe.planning.abstract_step import StepPlan
@@ -30,7 +30,7 @@ _RING = RingConfig()
 _DIRECTIONS = (False, True)
 
 
-def level_packing(plan: StepPlan, assigner: Assigner, chip: Chip) -> LevelPacking:
+def level_packing(plan: StepPlan, assigner: LevelAssigner, chip: Chip) -> LevelPacking:
     """Return the packing of the batches of a step by level.
 
     Args:

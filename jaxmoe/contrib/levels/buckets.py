@@ -16,12 +16,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxmoe.data.levels.cost import LevelCost
-from jaxmoe.data.levels.plan import Assigner, LevelPlan, Room, plan_of
+from jaxmoe.contrib.levels.cost import LevelCost
+from jaxmoe.contrib.levels.plan import LevelAssigner, LevelPlan, Room, plan_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BucketsConfig(Assigner):
+class BucketsConfig(LevelAssigner):
     """The lowest level that holds a document (ByteScale)."""
 
     name: ClassVar[str] = "buckets"

@@ -9,9 +9,16 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.levels import (
+    BucketsConfig,
+    LevelCost,
+    LevelPacking,
+    MilpConfig,
+    Room,
+    ZonesConfig,
+)
+from jaxmoe.contrib.levels.rows import documents_of
 from jaxmoe.data import Loader
-from jaxmoe.data.levels import BucketsConfig, LevelCost, LevelPacking, MilpConfig, Room, ZonesConfig
-from jaxmoe.data.levels.rows import documents_of
 from jaxmoe.data.loader import _batch_of
 from jaxmoe.data.source import Row
 
@@ -69,7 +76,7 @@ def loader_of(assigner, **given):
     )
     source = Documents()
     sizes = {"batch_size": 4, "sequence_length": LENGTH, "seed": 3} | given
-    return Loader(source, levels=packing, **sizes)
+    return Loader(source, repacking=packing, **sizes)
 
 
 @functools.cache
@@ -89,14 +96,14 @@ def test_predictions_of_a_step_are_those_of_its_rows(assigner):
     """The same tokens, targets, weights and positions as in rows packed by best fit."""
     loader = loader_of(assigner)
     for step in range(6):
-        plain = dataclasses.replace(loader, levels=None).batch(step)
+        plain = dataclasses.replace(loader, repacking=None).batch(step)
         assert predictions(batch_of(assigner, step)) == predictions(plain)
         assert predictions(plain) == predictions(_batch_of(loader.step_rows(step)))
 
 
 @pytest.mark.parametrize("assigner", ASSIGNERS, ids=lambda a: a.name)
 def test_documents_lie_within_the_groups_of_their_level(assigner):
-    micro_batches, levels = loader_of(assigner).levels.micro_batches, set()
+    micro_batches, levels = loader_of(assigner).repacking.micro_batches, set()
     for step in range(6):
         batch = batch_of(assigner, step)
         assert batch.tokens.shape == (2 * micro_batches, LENGTH)
@@ -143,7 +150,7 @@ def test_the_forecast_of_rows_is_that_of_their_documents():
     loader = loader_of(BucketsConfig())
     rows = list(loader.step_rows(0))
     lengths = [[document.length for document in documents_of(row)] for row in rows]
-    assert loader.levels.forecast_of(rows) == loader.levels.forecast(lengths)
+    assert loader.repacking.forecast_of(rows) == loader.repacking.forecast(lengths)
 
 
 UNEVEN = [[24], [12, 6, 6], [13, 11], [12, 12]]
@@ -152,7 +159,7 @@ UNEVEN = [[24], [12, 6, 6], [13, 11], [12, 12]]
 
 @pytest.mark.parametrize("assigner", ASSIGNERS, ids=lambda a: a.name)
 def test_rows_stay_as_they_are_where_levels_would_take_longer(assigner):
-    packing = loader_of(assigner).levels
+    packing = loader_of(assigner).repacking
     flat = [length for row in UNEVEN for length in row]
     by_level = assigner.assign(flat, packing.room, packing.cost)
     forecast = packing.forecast(UNEVEN)
@@ -173,7 +180,7 @@ def test_rows_stay_as_they_are_where_levels_would_take_longer(assigner):
 
 
 def test_forecast_of_short_documents_is_faster_than_static():
-    packing = loader_of(BucketsConfig()).levels
+    packing = loader_of(BucketsConfig()).repacking
     short = packing.forecast([[TOKENS] * DEGREES[-1]] * 4)
     assert short.shares == {1: 1.0, 2: 0.0, 4: 0.0}
     attention = 1e-3 * TOKENS * (TOKENS + 1) / 2

@@ -28,10 +28,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxmoe.data.levels.buckets import BucketsConfig
-from jaxmoe.data.levels.cost import LevelCost
-from jaxmoe.data.levels.plan import Assigner, LevelPlan, Room, plan_of
-from jaxmoe.data.levels.zones import ZonesConfig
+from jaxmoe.contrib.levels.buckets import BucketsConfig
+from jaxmoe.contrib.levels.cost import LevelCost
+from jaxmoe.contrib.levels.plan import LevelAssigner, LevelPlan, Room, plan_of
+from jaxmoe.contrib.levels.zones import ZonesConfig
 from jaxmoe.optional import require
 from pallas_kernels.array_types import Float, Int
 
@@ -40,7 +40,7 @@ _ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MilpConfig(Assigner):
+class MilpConfig(LevelAssigner):
     """Levels by an integer linear program (FlexSP)."""
 
     name: ClassVar[str] = "milp"

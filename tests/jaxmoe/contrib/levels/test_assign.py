@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.data.levels import BucketsConfig, LevelCost, MilpConfig, Room, ZonesConfig
-from jaxmoe.data.levels.milp import LevelProgram, bucket_ends
-from jaxmoe.data.levels.plan import plan_of
+from jaxmoe.contrib.levels import BucketsConfig, LevelCost, MilpConfig, Room, ZonesConfig
+from jaxmoe.contrib.levels.milp import LevelProgram, bucket_ends
+from jaxmoe.contrib.levels.plan import plan_of
 
 ASSIGNERS = {"buckets": BucketsConfig(), "milp": MilpConfig(), "zones": ZonesConfig()}
 

@@ -18,9 +18,17 @@ import abc
 import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-from jaxmoe.data.levels.cost import LevelCost
+from jaxmoe.contrib import levels
+from jaxmoe.contrib.levels.cost import LevelCost
+from jaxmoe.data.repacking import Assigner
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.hardware import Chip
+from jaxmoe.training.parts.base import StepPart
+
+if TYPE_CHECKING:
+    from jaxmoe.contrib.levels.rows import LevelPacking
 
 Group = tuple[int, ...]
 """Numbers of the documents of a group."""
@@ -104,13 +112,19 @@ class LevelPlan:
         return tuple(tokens / max(1, sum(tokens_by_level)) for tokens in tokens_by_level)
 
 
-class Assigner(abc.ABC):
+class LevelAssigner(Assigner):
     """How the level of each document is chosen."""
 
     __slots__ = ()
 
-    name: ClassVar[str]
-    """Name in configs and flags."""
+    def repacking(self, plan: StepPlan, chip: Chip) -> LevelPacking:
+        """Return the packing by level; see the base class."""
+        return levels.level_packing(plan, self, chip)
+
+    @property
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """Measures of the levels of each step."""
+        return (levels.LevelMeasures(),)
 
     @abc.abstractmethod
     def assign(self, lengths: Sequence[int], room: Room, cost: LevelCost) -> LevelPlan:

@@ -3,7 +3,7 @@
 """Levels: the devices that share a document differ between micro-batches, in one program.
 
 A row has N C tokens, C on each of the N = mesh.seq devices. At level l it is N/d parts of d = 2^l
-devices, and no document crosses a multiple of d C tokens (`jaxmoe.data.levels` packs them so):
+devices, and no document crosses a multiple of d C tokens (`jaxmoe.contrib.levels` packs them so):
 
     d = 1    attention on each device, nothing travels
     d > 1    a ring over the fastest l pieces of mesh.seq; 2 (d - 1) permutes of C keys and values

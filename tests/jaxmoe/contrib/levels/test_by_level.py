@@ -9,17 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.levels.by_level import LevelsConfig
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, make_mesh
 from sharding.constrain import Placement
 from sharding.fold import MoEMesh, refine
 from sharding.rules import DATA_PARALLEL
-from sharding.sequence_parallel import (
-    AttentionRules,
-    LevelsConfig,
-    NoSequenceParallelConfig,
-    attend,
-)
+from sharding.sequence_parallel import AttentionRules, NoSequenceParallelConfig, attend
 from tests.support.hlo_branches import branch_collectives
 
 B, S, N, M, H, RANKS = 2, 32, 4, 2, 6, 8

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,6 +14,12 @@ from jaxtyping import Array, Float
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.training.accumulation import level_of, level_tokens, split_rows
+from jaxmoe.training.parts.base import StepPart
+
+if TYPE_CHECKING:
+    from jaxmoe.training.estimators.base import StepGradients
+    from jaxmoe.training.state import TrainState
+    from jaxmoe.training.step import Step
 
 
 def level_measures(
@@ -42,3 +51,20 @@ def level_measures(
         tokens_of_level = jnp.sum(jnp.where(levels == level, tokens, 0.0))
         measures[f"share_{degree}"] = tokens_of_level / total
     return measures
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LevelMeasures(StepPart):
+    """Micro-batches and tokens by level, of batches packed by level."""
+
+    name: ClassVar[str] = "level_measures"
+
+    def update(
+        self, step: Step, state: TrainState, batch: Batch, gradients: StepGradients
+    ) -> StepGradients:
+        """Return the gradients with `levels` among the measures."""
+        del state
+        levels = {}
+        if batch.level is not None:
+            levels = level_measures(batch, step.execution, step.accumulation)
+        return gradients._replace(measures={**gradients.measures, "levels": levels})

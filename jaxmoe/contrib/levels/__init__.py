@@ -3,10 +3,10 @@
 """Packs the documents of a step into micro-batches by level, for attention by level.
 
 At level l the devices of a row form groups of 2^l, and each group attends to documents of its own
-(`sharding/sequence_parallel/by_level.py`). An assigner chooses the level of every document.
+(`jaxmoe/contrib/levels/by_level.py`). An assigner chooses the level of every document.
 
-To add an assigner: a file in `jaxmoe/data/levels/` with a subclass of `Assigner` (plan.py), its
-row under `assign` in `jaxmoe/catalog/runs.py`.
+To add an assigner: a file in `jaxmoe/contrib/levels/` with a subclass of `LevelAssigner` (plan.py),
+its row under `assign` in `jaxmoe/catalog/runs.py`.
 """
 
 from jaxmoe.catalog import Registry
