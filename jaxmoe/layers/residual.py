@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -133,6 +133,11 @@ class StandardHalf:
         return dataclasses.replace(stream, x=stream.x + _scale(y, multiplier, stream.x))
 
 
+LATE: Final = {"mixer": "first_half", "feed_forward": "second_half"}
+"""Names in the carry of the outputs that are added one layer later. They sort as the halves come,
+because the order of a carry decides how the compiler fuses their sum."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LadderResidualConfig(Residual):
     """Each half adds its output to the stream one layer later, beside which it is summed."""
@@ -147,7 +152,7 @@ class LadderResidualConfig(Residual):
             axes=(ax.ACT_EMBED,),
             dtype=execution.precision.compute_dtype,
         )
-        return {"mixer_output": output, "feed_forward_output": output}
+        return {LATE["mixer"]: output, LATE["feed_forward"]: output}
 
     def build(
         self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
@@ -160,7 +165,7 @@ class LadderResidualConfig(Residual):
         """Return the stream with both outputs."""
         del context, execution
         late = stream.carry
-        x = stream.x + late["mixer_output"] + late["feed_forward_output"]
+        x = stream.x + late[LATE["mixer"]] + late[LATE["feed_forward"]]
         return dataclasses.replace(stream, x=x)
 
 
@@ -172,7 +177,7 @@ class LadderHalf:
 
     def read(self, stream: Stream) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
         """Return the stream with the output of the same half of the layer before, twice."""
-        x = stream.x + stream.carry[f"{self.half}_output"]
+        x = stream.x + stream.carry[LATE[self.half]]
         return x, x
 
     def write(
@@ -183,7 +188,7 @@ class LadderHalf:
         multiplier: float,
     ) -> Stream:
         """Return the stream after the half, with its output to be added later."""
-        late = {f"{self.half}_output": _scale(y, multiplier, memory)}
+        late = {LATE[self.half]: _scale(y, multiplier, memory)}
         return dataclasses.replace(stream, x=memory, carry=stream.carry | late)
 
 
