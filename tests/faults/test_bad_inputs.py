@@ -219,7 +219,7 @@ COMMANDS = {
     ),
     "rows cut without a form": (
         mesh(data=2, seq=4),
-        r"mesh\.seq=4 needs a sequence-parallel attention.*set mesh\.seq to 1, or",
+        r"mesh\.seq=4 needs a sequence-parallel attention.*set execution\.mesh\.seq to 1, or",
     ),
 }
 
