@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -106,6 +106,7 @@ def check_packages(tracking: TrackingConfig) -> None:
         require("rich")
 
 
+@runtime_checkable
 class StepRecorder(Protocol):
     """What a part of a run does with the metrics of steps (`jaxmoe.run.parts.RunPart`)."""
 
