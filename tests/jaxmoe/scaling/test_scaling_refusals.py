@@ -112,8 +112,8 @@ def test_tied_embeddings_are_refused_with_the_head_on_a_sphere(name):
     tied = dataclasses.replace(MODEL, has_tied_embeddings=True)
     with refusal(
         f"model.has_tied_embeddings=True: parameterization:{name} keeps the head on a sphere and"
-        " the embedding off it, and tied they are one matrix: set model.has_tied_embeddings to False,"
-        " or parameterization.tied_embeddings to adamw, which leaves the one matrix to AdamW"
+        " the embedding off it, and tied they are one matrix: set model.has_tied_embeddings to"
+        " False, or parameterization.tied_embeddings to adamw, which leaves the one matrix to AdamW"
     ):
         build(name, tied)
     allowed = build(name, tied, tied_embeddings="adamw")
