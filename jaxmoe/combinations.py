@@ -18,6 +18,8 @@ one field belongs to the field, and a size that must divide another to what cuts
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -27,6 +29,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from jaxmoe.catalog.combinations import ADDRESSES
+
+_IS_SEARCHING: contextvars.ContextVar[bool] = contextvars.ContextVar("is_searching", default=False)
 
 
 class CombinationError(ValueError):
@@ -77,10 +81,10 @@ def values_at(config: Any, path: str) -> Iterator[Any]:
 
     Args:
         config: A config, or a namespace of configs.
-        path: Names of fields; empty for the config itself.
+        path: Names of fields; empty for the config itself, `*` at the end for the items of a tuple.
     """
     name, _, below = path.partition(".")
-    if not name:
+    if name in ("", "*"):
         yield config
         return
     value = getattr(config, name, None)
@@ -222,7 +226,19 @@ def check_config(config: Any) -> None:
     _check(config, frozenset(field.name for field in dataclasses.fields(config)))
 
 
+@contextlib.contextmanager
+def searching() -> Iterator[None]:
+    """Check nothing within: a search begins with a mesh that it never proposes."""
+    token = _IS_SEARCHING.set(True)
+    try:
+        yield
+    finally:
+        _IS_SEARCHING.reset(token)
+
+
 def _check(config: Any, names: frozenset[str]) -> None:
+    if _IS_SEARCHING.get():
+        return
     addresses = dict.fromkeys(
         address
         for path, members, address in ADDRESSES
@@ -261,7 +277,7 @@ def _is_named(value: Any, members: tuple[str | int, ...]) -> bool:
 
 
 REARRANGES_ROWS: Final = that(
-    "model.kinds.mixer",
+    "model.mixers.*",
     "that rearranges rows",
     lambda mixer: mixer.rows is not None,
     shown="model.attention",
@@ -271,8 +287,9 @@ ONE_STAGE: Final = that(
     "1",
     lambda mesh: mesh.stage == 1 and -1 not in mesh.sizes,
     shown="execution.mesh.stage",
+    needs=("model",),
 )
-"""A mesh without stages, all of whose sizes are known: a plan may choose those that are open."""
+"""A mesh without stages of a model; a search for a mesh leaves a size open."""
 
 _STAGES: Final = above("execution.mesh.stage", 1)
 _LEVELS: Final = trait("data", "packs_levels", "`levels`", shown="data.packing")

@@ -34,6 +34,7 @@ from experiments.plan.config import (
 )
 from experiments.plan.judge import judge
 from experiments.recipes import DEFAULT
+from jaxmoe import combinations
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.compilers.topologies import check_compiler
 from jaxmoe.planning.hardware import Topology, parse_topology
@@ -105,8 +106,9 @@ def find(
     )
     space = dataclasses.replace(space, dispatchers=dispatchers or space.dispatchers)
     unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
-    run = dataclasses.replace(config.pretrain, execution=unfolded)
-    plan = step_plan(run, topology, MeshConfig())
+    with combinations.searching():
+        run = dataclasses.replace(config.pretrain, execution=unfolded)
+        plan = step_plan(run, topology, MeshConfig())
     fitting = None
     for meshes in [[mesh.resolve(number)]] if is_fixed else _tries(config, plan, topology):
         fitting = search(

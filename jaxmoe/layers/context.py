@@ -130,13 +130,13 @@ class MixerBase(Carry, abc.ABC):
         return None
 
     def check_layers(
-        self, mixers: Sequence[MixerBase], periods: Sequence[Sequence[MixerBase]]
+        self, mixers: Sequence[MixerBase], periods: Callable[[], Sequence[Sequence[MixerBase]]]
     ) -> None:
         """Refuse layers beside which the mixer cannot stand in one model.
 
         Args:
             mixers: Distinct mixers of the model.
-            periods: Mixers of each period of layers that is repeated, in order.
+            periods: Returns the mixers of each period of layers that is repeated, in order.
 
         Raises:
             ValueError: Names `model.layers`, and the way out.

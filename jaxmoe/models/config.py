@@ -141,9 +141,11 @@ class ModelConfig:
                 )
 
         for mixer in self.mixers:
-            mixer.check_layers(
-                self.mixers, [[stack.kind.mixer for stack in scan.stacks] for scan in self.scans]
-            )
+            mixer.check_layers(self.mixers, self._periods)
+
+    def _periods(self) -> list[list[MixerBase]]:
+        """Return the mixers of each period of layers that is repeated."""
+        return [[stack.kind.mixer for stack in scan.stacks] for scan in self.scans]
 
     @property
     def context(self) -> LayerContext:

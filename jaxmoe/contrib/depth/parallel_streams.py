@@ -15,7 +15,7 @@ Source: ParScale, arXiv 2505.10475.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import jax
@@ -64,7 +64,7 @@ class ParallelStreamsConfig(AttentionConfig):
             raise ValueError(f"attention.smoothing={self.smoothing} must be between 0 and 1")
 
     def check_layers(
-        self, mixers: Sequence[MixerBase], periods: Sequence[Sequence[MixerBase]]
+        self, mixers: Sequence[MixerBase], periods: Callable[[], Sequence[Sequence[MixerBase]]]
     ) -> None:
         """Refuse layers with other mixers, which know no streams."""
         del periods

@@ -18,7 +18,7 @@ Source: stochastic KV routing, arXiv 2604.22782.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -93,7 +93,7 @@ class SharedKeysConfig(AttentionConfig):
         return {"keys": array, "values": array}
 
     def check_layers(
-        self, mixers: Sequence[MixerBase], periods: Sequence[Sequence[MixerBase]]
+        self, mixers: Sequence[MixerBase], periods: Callable[[], Sequence[Sequence[MixerBase]]]
     ) -> None:
         """Refuse layers between which keys and values cannot be shared."""
         number = sum(mixer.name == self.name for mixer in mixers)
@@ -102,7 +102,7 @@ class SharedKeysConfig(AttentionConfig):
                 f"model.layers has {number} mixers {self.name} that differ, and keys of"
                 " one do not fit another: make them equal"
             )
-        if any(list(period).count(self) > 1 for period in periods):
+        if any(list(period).count(self) > 1 for period in periods()):
             raise ValueError(
                 f"model.layers repeats a period with several layers of {self.name}, and"
                 " each place of a period has a cache of its own: have one in the period, or"

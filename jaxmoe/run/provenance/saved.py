@@ -115,9 +115,11 @@ def own_data(config: PretrainConfig, directory: RunDirectory) -> SourceKind:
 
 
 def _check(path: pathlib.Path) -> None:
-    """Compare a copy with the digest beside it."""
+    """Compare a copy with the digest beside it, if there is one."""
     digests = path.parent / DIGESTS
-    digest_saved = read_record(digests, dict).get(TOKENIZER) if digests.is_file() else None
+    if not digests.is_file():
+        return
+    digest_saved = read_record(digests, dict).get(TOKENIZER)
     if digest_saved != hashlib.sha256(path.read_bytes()).hexdigest():
         raise ValueError(
             f"{path} is not the file that the run kept (its digest is not that of {digests.name}):"

@@ -99,7 +99,7 @@ def test_the_table_has_every_part():
 
 
 NAMES = {
-    "default": (PretrainConfig(), {}, ("Request",)),
+    "default": (PretrainConfig(), {}, ("PartRequest",)),
     "all": (
         PretrainConfig(
             checkpoint=CheckpointConfig(snapshot_every=2, on_lost_stage="average", recompute=3),
@@ -113,7 +113,7 @@ NAMES = {
             "Shrink",
             "Recomputation",
             "LinkMeasurements",
-            "Request",
+            "PartRequest",
             "TimeLimit",
         ),
     ),
