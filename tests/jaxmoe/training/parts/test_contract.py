@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contract of the socket `StepPart` (`jaxmoe/training/parts/base.py`), for every member."""
 
+import ast
 import dataclasses
-import importlib
 import math
 import pkgutil
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,12 @@ import optax
 import pytest
 
 from jaxmoe.adapters import AdaLoraConfig
-from jaxmoe.catalog.run_parts import STEP_PARTS
 from jaxmoe.contrib.adapters.average import Averaging, BalancedAverageConfig
+from jaxmoe.contrib.levels.measures import LevelMeasures
+from jaxmoe.contrib.slow_links.workers.step import ForeignRows
 from jaxmoe.contrib.survival.layer_norms import LayerNorms, VocabularyMirror
+from jaxmoe.contrib.telemetry.step import DetailedMeasures
 from jaxmoe.optim import adamw
-from jaxmoe.training import parts
 from jaxmoe.training.parts.adapter_rule import AdapterRule
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.parts.measures import MEASURES
@@ -28,6 +28,7 @@ from jaxmoe.training.state import init_state, model_parts
 from jaxmoe.training.step import Step, make_train_step
 from tests.support.models import TINY
 from tests.support.one_step import batch
+from tests.support.source_tree import module_name, modules, tree
 
 OPTIMIZER = adamw(1e-2)
 ADALORA = AdaLoraConfig()
@@ -37,20 +38,27 @@ CASES = {
     LayerNorms: (LayerNorms(), dataclasses.replace(TINY, dense_layers=())),
 }
 """A member of each class, and a model that it can train with."""
-STATELESS = {VocabularyMirror, WorkerLosses}
-"""Members without a state on one device; tests/jaxmoe/contrib/survival/test_recovery.py has the
-mirror on a mesh, tests/jaxmoe/training/parts/test_worker_losses.py the losses."""
+STATELESS = {
+    DetailedMeasures,
+    ForeignRows,
+    LevelMeasures,
+    VocabularyMirror,
+    WorkerLosses,
+}
+"""Members without a state on one device, which have tests of their own: measures and losses beside
+their verticals and in test_worker_losses.py, rows of other workers in
+tests/jaxmoe/contrib/slow_links/workers, the mirror on a mesh in
+tests/jaxmoe/contrib/survival/test_recovery.py."""
 
 
 def _members():
-    """Subclasses in the folder of the parts, and those that a config asks for."""
-    for module in pkgutil.iter_modules(parts.__path__, f"{parts.__name__}."):
-        importlib.import_module(module.name)
-    # A class with slots is a copy of one without: what its module has under the name counts.
-    return {pkgutil.resolve_name(address) for _, address in STEP_PARTS} | {
-        getattr(sys.modules[one.__module__], one.__name__)
-        for one in StepPart.__subclasses__()
-        if one.__module__.startswith(parts.__name__)
+    """Every class of jaxmoe, its verticals included, that derives from `StepPart`."""
+    return {
+        pkgutil.resolve_name(f"{module_name(path)}:{node.name}")
+        for path in modules("jaxmoe")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base) == StepPart.__name__ for base in node.bases)
     }
 
 
