@@ -327,10 +327,12 @@ def _run(
     instances: int,
 ) -> Simulation:
     """Return a simulation that has run, after one that measures where a policy asks for it."""
-    dispatch = policy("dispatch", names[1])
-    if dispatch.is_measured:
-        pilot = _simulation(arrivals, facts, (*names[:3], "fixed"), cost, instances).run()
-        dispatch = dispatch.measured(pilot.seconds_of_roles)
+
+    def pilot() -> Mapping[Any, float]:
+        fixed = (*names[:3], "fixed")
+        return _simulation(arrivals, facts, fixed, cost, instances).run().seconds_of_roles
+
+    dispatch = policy("dispatch", names[1]).after_pilot(pilot)
     return _simulation(arrivals, facts, names, cost, instances, dispatch).run()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 from jaxmoe.serve.facts import WorkPart
@@ -97,8 +97,6 @@ class DispatchConfig(abc.ABC):
     name: ClassVar[str]
     needs_moves: ClassVar[bool] = False
     """Whether pages must travel between instances."""
-    is_measured: ClassVar[bool] = False
-    """Whether `measured` makes use of a run of the same workload."""
 
     @abc.abstractmethod
     def build(self) -> RequestDispatcher:
@@ -127,13 +125,13 @@ class DispatchConfig(abc.ABC):
         """
         return ("both",) * num_instances
 
-    def measured(self, seconds: Mapping[Role, float]) -> DispatchConfig:
-        """Return the policy for a workload of which a run was measured; the same by default.
+    def after_pilot(self, run: Callable[[], Mapping[Role, float]]) -> DispatchConfig:
+        """Return the policy for a workload; one that wants a pilot calls for it.
 
         Args:
-            seconds: Seconds of work of the instances of each role.
+            run: Runs the workload once; returns the seconds of work of the instances of each role.
         """
-        del seconds
+        del run
         return self
 
 

@@ -11,7 +11,7 @@ prompts and for answers are in the ratio of the times that a run of the same sce
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from jaxmoe.contrib.fleet.dispatch.base import (
@@ -33,7 +33,6 @@ class PDServeConfig(DispatchConfig):
 
     name: ClassVar[str] = "pd_serve"
     needs_moves: ClassVar[bool] = True
-    is_measured: ClassVar[bool] = True
 
     prefill_seconds: float = 1.0
     """Measured seconds of work on prompts; only the ratio to the next number counts."""
@@ -63,8 +62,9 @@ class PDServeConfig(DispatchConfig):
         prefill = min(max(round(share * num_instances), 1), num_instances - 1)
         return ("prefill",) * prefill + ("decode",) * (num_instances - prefill)
 
-    def measured(self, seconds: Mapping[Role, float]) -> PDServeConfig:
-        """Return the policy with the ratio of a run that was measured."""
+    def after_pilot(self, run: Callable[[], Mapping[Role, float]]) -> PDServeConfig:
+        """Return the policy with the ratio of a pilot."""
+        seconds = run()
         prefill = seconds.get("prefill", 0.0)
         decode = seconds.get("decode", 0.0)
         if not (prefill > 0 and decode > 0):

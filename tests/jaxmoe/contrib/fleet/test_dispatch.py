@@ -218,7 +218,9 @@ def test_pd_serve_refuses_and_cancels_what_no_instance_has_accepted():
 
 @pytest.mark.parametrize(("seconds", "prefill"), [((1, 1), 4), ((3, 1), 6), ((1, 99), 1)])
 def test_pd_serve_has_roles_in_the_ratio_of_measured_times(seconds, prefill):
-    config = DISPATCH["pd_serve"]().measured(dict(zip(("prefill", "decode"), seconds, strict=True)))
+    config = DISPATCH["pd_serve"]().after_pilot(
+        lambda: dict(zip(("prefill", "decode"), seconds, strict=True))
+    )
     assert config.roles(8).count("prefill") == prefill
     with pytest.raises(ValueError, match="must leave at least one for each phase"):
         config.roles(1)
