@@ -61,10 +61,10 @@ def test_streamed_layers_have_the_loss_and_gradients_of_others(remat):
     [
         ({"remat": "none"}, "execution.remat=none keeps values"),
         ({"remat_dense": "dots"}, "execution.remat_dense=dots keeps values"),
-        ({"optimizer_memory": "device"}, "set optimizer_memory to host"),
+        ({"optimizer_memory": "device"}, "set execution.optimizer_memory to host"),
         ({"mesh": MeshConfig(stage=2)}, "execution.mesh.stage=2"),
-        ({"rules": "zero1"}, "set rules to data_parallel or fully_sharded"),
-        ({"telemetry": "detailed"}, "set telemetry to brief"),
+        ({"rules": "zero1"}, "set execution.rules to data_parallel or fully_sharded"),
+        ({"telemetry": "detailed"}, "set execution.telemetry to brief"),
     ],
 )
 def test_what_needs_all_layers_on_the_device_is_refused(fields, words):
