@@ -76,7 +76,7 @@ class OneBitAdamConfig(GradientBase):
                 return mean_of_alive()
             return two_sided_mean(stacked_dimensions(leaf))
 
-        def agre(opt_state: Any) -> Agreed:
+        def agree(opt_state: Any) -> Agreed:
             moments = received_moments(opt_state)
             mu = flat(moments.mu)
             nu = flat(moments.nu)
@@ -90,5 +90,5 @@ class OneBitAdamConfig(GradientBase):
             codec=codec,
             exchange=separately(leaves, exchange),
             carry=self.momentum,
-            agreed=agre,
+            agreed=agree,
         )
