@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxmoe.contrib.few_bits.halo import HaloConfig
+from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
 from jaxmoe.data import Batch, MarkovConfig
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.models.config import (
@@ -50,7 +51,6 @@ from sharding.distributed import global_batch
 from sharding.expert_parallel import (
     AllGatherConfig,
     AllToAllConfig,
-    LeastLoadedConfig,
     LocalConfig,
 )
 from sharding.sequence_parallel import (

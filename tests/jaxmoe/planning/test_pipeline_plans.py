@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.contrib.depth.paths import choose_paths
 from jaxmoe.contrib.depth.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.models.config import DenseConfig, LayerConfig
 from jaxmoe.models.flops import flops_per_token
@@ -28,7 +29,7 @@ from jaxmoe.planning.step_time import executed_flops, predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.training.pipeline import check_pipeline
 from sharding.mesh import MeshConfig
-from sharding.pipeline import GPipeConfig, InterleavedConfig, choose_paths, plan_slots
+from sharding.pipeline import GPipeConfig, InterleavedConfig, plan_slots
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
 
 EIGHT_LAYERS = dataclasses.replace(WIDE, num_layers=8)
