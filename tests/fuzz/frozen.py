@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from jaxmoe.parameters import FROZEN, ParameterTable
-from jaxmoe.run.assemble import Plan
+from jaxmoe.run.plan import RunPlan
 from tests.fuzz.outcome import is_likely
 
 SHARE = 0.2
@@ -28,7 +28,7 @@ def draw_frozen(rng: np.random.Generator, table: ParameterTable) -> tuple[str, .
     return tuple(map(str, rng.permutation(roles)[: rng.integers(1, len(roles))]))
 
 
-def freeze(plan: Plan, roles: tuple[str, ...]) -> Plan:
+def freeze(plan: RunPlan, roles: tuple[str, ...]) -> RunPlan:
     """Return the plan without training of the parameters of some roles."""
     if not roles:
         return plan
