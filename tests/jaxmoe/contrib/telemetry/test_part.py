@@ -3,6 +3,7 @@
 """Records of a run with detailed telemetry, and none of another."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import make_parts
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.supervision import library_supervision
+from jaxmoe.run.supervision import Watches, library_supervision
 from jaxmoe.tracking import read_metrics
 from jaxmoe.tracking.history import read_history
 from jaxmoe.training.loop import Report
+from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
 
@@ -54,6 +56,12 @@ def _telemetry(assembly, directory):
     return [part for part in parts if isinstance(part, Telemetry)]
 
 
+def _begin(part, assembly, step):
+    """Open the records after a number of steps; the part reads neither state nor comparisons."""
+    state, watches = (mock.create_autospec(kind, instance=True) for kind in (TrainState, Watches))
+    part.begin(assembly, step, state, watches)
+
+
 def _detailed(assembly):
     config = assembly.plan.config
     execution = dataclasses.replace(config.execution, telemetry="detailed")
@@ -66,7 +74,7 @@ def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
     directory = RunDirectory(tmp_path)
     (part,) = _telemetry(_detailed(assembly), directory)
     reporter = Reporter("r", directory, assembly, 0, (part,))
-    part.begin(assembly, 0, None, None)
+    _begin(part, assembly, 0)
     given = report(1, 20, 1.0)
     layers = {"router_z": np.array([np.nan, 2.0, 4.0]), "head_z": np.array([9.0])}
     load, quality = np.array([[0.4, 0.3, 0.2, 0.1]]), np.log([[0.4, 0.3, 0.2, 0.1]])
@@ -92,7 +100,7 @@ def test_brief_runs_have_no_such_file(assembly, tmp_path):
     assert _telemetry(assembly, directory) == [] and judge_indicators(directory) == {}
     (directory.path / INDICATORS).write_bytes(b"records of an earlier start")
     (part,) = _telemetry(assembly, directory)
-    part.begin(assembly, 2, None, None)
+    _begin(part, assembly, 2)
     reporter = Reporter("r", directory, assembly, 2, (part,))
     reporter.trained(report(3, 4, 1.0))
     reporter.close()
