@@ -28,6 +28,7 @@ from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
 from jaxmoe.contrib.survival.devices import LinkMeasurements
 from jaxmoe.contrib.survival.snapshots import Snapshots
+from jaxmoe.contrib.telemetry.gradients import GradientComparison
 from jaxmoe.contrib.token_routes.token_shuffle import TokenTables
 from jaxmoe.contrib.token_routes.token_tables import save_tables
 from jaxmoe.data import Source
@@ -105,9 +106,15 @@ def program(assembly: Assembly, directory: pathlib.Path) -> str:
 
 def watched(assembly: Assembly, directory: pathlib.Path) -> dict[str, list[int]]:
     """The steps of the run after which devices are compared, by what compares them."""
-    watches, every = _watches(assembly, directory), assembly.plan.config.watch.links_every
-    links = _part(LinkMeasurements, assembly, directory).hooks(assembly, watches) if every else ()
-    return {type(hook).__name__: _due(hook, assembly) for hook in (*watches.hooks(), *links)}
+    watches, watch = _watches(assembly, directory), assembly.plan.config.watch
+    hooks = list(watches.hooks())
+    for every, kind in (
+        (watch.gradients_every, GradientComparison),
+        (watch.links_every, LinkMeasurements),
+    ):
+        if every:
+            hooks += _part(kind, assembly, directory).hooks(assembly, watches)
+    return {type(hook).__name__: _due(hook, assembly) for hook in hooks}
 
 
 def snapshots(assembly: Assembly, directory: pathlib.Path) -> list[int]:
