@@ -62,8 +62,8 @@ class ExecutionConfig:
     """Form of the products beside which mesh.tensor gathers and scatters activations."""
     pipeline: PipelineOrder = InterleavedConfig()
     """Order of the micro-batches on the stages of mesh.stage."""
-    kernels: KernelsConfig = KernelsConfig()
-    """Implementations of the kernels."""
+    kernels: KernelsConfig | None = None
+    """Implementations of single kernels; None takes the measured one of each."""
     precision: PrecisionPolicy = PrecisionPolicy()
     """Dtypes of parameters, products and caches."""
     remat: Remat = "none"
@@ -166,10 +166,15 @@ class ExecutionConfig:
         product = self.precision.matmul.build()
         if product is None or not self.precision.has_floating_weights:
             return None
-        kernels = self.kernels
+        kernels = self.implementations
         return dataclasses.replace(
             product, dense=kernels.quantized_matmul, grouped=kernels.grouped_matmul
         )
+
+    @property
+    def implementations(self) -> KernelsConfig:
+        """Implementation of each kernel; None for the measured one."""
+        return self.kernels or KernelsConfig()
 
     def declaring(self) -> ExecutionConfig:
         """Return the execution with which parameters are declared: whole rows, on the device."""

@@ -6,11 +6,14 @@ A change that needs a higher number is at the wrong place: a member belongs in t
 place to act is a socket of several members. A change that lowers a number lowers it here, too.
 """
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from experiments.cli.help import help_page
+from experiments.recipes.tiny import tiny
 from tests.support import shape
 from tests.support.source_tree import PACKAGES, ROOT
 
@@ -20,6 +23,8 @@ ORGANS = 114
 VAGUE_BINDINGS = 0.007
 PARTICIPLES = 121
 REPEATED_CLASSES = 5
+FLAGS = 131
+"""Of `experiments.pretrain` with its default recipe and no choice made."""
 
 
 @pytest.mark.parametrize("module", CLOSURES)
@@ -61,3 +66,9 @@ def test_a_process_that_imports_a_package_reads_its_own_few_files_and_no_jax(mod
 def test_names_that_a_package_loads_later_count_where_they_are_taken():
     assert "jaxmoe.routing.methods" not in shape.closure("jaxmoe.routing")
     assert "jaxmoe.routing.methods" in shape.closure("experiments.routers")
+
+
+def test_the_default_tree_of_the_training_command_has_few_flags():
+    page = help_page(tiny(), "all", "prog", "A command.")
+    flags = re.findall(r"^  --([\w.]+) ", page.partition("\nrun: ")[2], re.MULTILINE)
+    assert len(flags) <= FLAGS, "\n".join(flags)

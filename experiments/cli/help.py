@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, get_args, get_origin
 
-from experiments.cli.choices import find_choices, nested_configs
+from experiments.cli.choices import find_choices, nested_configs, with_value
 from jaxmoe import catalog
 from jaxmoe.configs import (
     alternatives,
@@ -86,7 +86,7 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
     Raises:
         ValueError: There is no such group.
     """
-    nested = dict(nested_configs(config))
+    nested = dict(nested_configs(_with_group(config, group)))
     groups = {path: value for path, value in nested.items() if _own_fields(value)}
     if group not in ("", "all"):
         members = list(_members(config, group))
@@ -113,6 +113,17 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         *_wrap(f"  {'  '.join(path for path in groups if path)}", "  "),
     ]
     return "\n\n".join([*start, *lines, "\n".join(listed), *_choices(config)])
+
+
+def _with_group(config: Any, group: str) -> Any:
+    """Return the config with the defaults of a group that is off, and has one class."""
+    paths = dict(nested_configs(config))
+    for choice in find_choices(config):
+        is_off = choice.is_optional and group not in paths
+        if choice.path == group and is_off and len(choice.members) == 1:
+            (member,) = choice.members.values()
+            return with_value(config, group.split("."), member())
+    return config
 
 
 def _choices(config: Any, group: str = "") -> Iterator[str]:

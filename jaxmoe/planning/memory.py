@@ -305,7 +305,8 @@ def _defer(sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platfo
     """Return what B leaves for W: inputs of products, and gradients of their results."""
     width, total = sizes.plan.model.embed_dim, 0.0
     # The fused experts of the XLA implementation, which CPUs use, are not split.
-    is_fused = platform == "cpu" and sizes.plan.execution.kernels.grouped_swiglu in (None, "xla")
+    kernel = sizes.plan.execution.implementations.grouped_swiglu
+    is_fused = platform == "cpu" and kernel in (None, "xla")
     for share in shares_of_stacks:
         mixer, fed = sizes.activations(share.stack), share.stack.kind.feed_forward.sizes
         values = (mixer.projected + mixer.output) / sizes.itemsize + 2 * width
@@ -405,7 +406,7 @@ def _masks(sizes: Sizes, scans: Sequence[Scan], platform: Platform) -> float:
     plan = sizes.plan
     # None chooses the kernel on a TPU: `pallas_kernels.OPERATIONS["flash_attention"]`.
     without_kernel = ("xla",) if platform == "tpu" else (None, "xla")
-    if plan.execution.kernels.attention not in without_kernel:
+    if plan.execution.implementations.attention not in without_kernel:
         return 0.0
     parts = sizes.shards(ax.ACT_SEQ_INNER)  # by queries or by heads
     # One for each kind of mixer in a loop, as long as the loop runs.

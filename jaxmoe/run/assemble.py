@@ -239,7 +239,7 @@ def assemble(
     mesh = make_mesh(
         mesh_config, devices, fold=execution.mesh_fold, host_order=execution.host_order
     )
-    execution.kernels.prepare(mesh, left_out=_find_uncalled(plan, execution))
+    execution.implementations.prepare(mesh, left_out=_find_uncalled(plan, execution))
     check_mesh(plan, execution, trains=trains)
     if source is None:
         source = _source(config, data, needs_data=needs_data)

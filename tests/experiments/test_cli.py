@@ -199,6 +199,13 @@ def test_help_of_a_group_follows_the_choices(capsys):
     assert "did you mean 'model.moe.router'?" in refused(capsys, "--help", "model.moe.ruter")
 
 
+def test_help_of_a_group_that_is_off_has_its_fields():
+    page = help_page(PretrainConfig(), "execution.kernels", "prog", "A command.")
+    assert PretrainConfig().execution.kernels is None
+    assert "  --execution.kernels.attention reference|xla|" in page
+    assert "  execution.kernels:kernels | none" in page
+
+
 @pytest.mark.parametrize("kind", ["optimizer", "parts", "training.average"])
 def test_help_of_a_choice_has_a_line_about_each_member(kind):
     """`parts` and `training.average` have none that is chosen, and so no fields."""

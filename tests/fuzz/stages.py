@@ -61,7 +61,7 @@ def _execution(rng: np.random.Generator, execution: ExecutionConfig) -> Executio
         + (GPipeConfig(), InterleavedConfig(weight_gradients="deferred"))
         + (InterleavedConfig(chunks=2, weight_gradients="deferred"),),
     )
-    kernels = execution.kernels
+    kernels = execution.implementations
     if is_likely(rng, 0.5):  # the fused backward pass of experts on CPUs cannot be split
         kernels = dataclasses.replace(kernels, grouped_swiglu="reference")
     return dataclasses.replace(

@@ -63,7 +63,7 @@ def test_draws_with_stages_reach_every_choice():
             seen["remat"].add(execution.remat)
             seen["rules"].add(execution.rules)
             seen["dispatcher"].add(execution.dispatcher)
-            seen["kernels"].add(execution.kernels.grouped_swiglu)
+            seen["kernels"].add(execution.implementations.grouped_swiglu)
             seen["accumulation"].add(config.training.accumulation)
     assert {(one.name, one.chunks, one.is_deferred) for one in seen["pipeline"]} == {
         ("gpipe", 1, False),

@@ -8,13 +8,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmoe.configs import config_classes, field_types
+
 
 def changed(config: Any, fields: Mapping[str, Any]) -> Any:
     """Return a config with other values at some dotted paths.
 
     Args:
         config: A config.
-        fields: Values by path; one may be below another.
+        fields: Values by path; one may be below another, or below a field that is None and has one
+            class.
     """
     values: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
@@ -25,5 +28,9 @@ def changed(config: Any, fields: Mapping[str, Any]) -> Any:
         else:
             values[name] = value
     for name, inner in below.items():
-        values[name] = changed(values.get(name, getattr(config, name)), inner)
+        value = values.get(name, getattr(config, name))
+        if value is None:
+            (member,) = config_classes(field_types(type(config))[name]).values()
+            value = member()
+        values[name] = changed(value, inner)
     return dataclasses.replace(config, **values)

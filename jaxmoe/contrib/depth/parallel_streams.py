@@ -204,7 +204,7 @@ class StreamAttention(Attention):
         del batch_axes
         k, v = (jnp.tile(part, (q.shape[0] // part.shape[0], 1, 1, 1)) for part in (k, v))
         scale = self.context.multipliers.attention_scale
-        kernel = self.execution.kernels.attention
+        kernel = self.execution.implementations.attention
         given: Any = {"softcap": self.config.softcap, "scale": scale, "implementation": kernel}
         learned = SoftmaxState(*flash_attention(q, k, v, causal=False, **given))
         return merge(SoftmaxState(out, lse), learned).out

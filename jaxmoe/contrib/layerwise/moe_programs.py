@@ -137,7 +137,7 @@ def _compute(
         slots,
         sent.rows,
         sent.group_sizes,
-        execution.kernels.grouped_swiglu,
+        execution.implementations.grouped_swiglu,
         execution.precision.activations,
         execution.encoded_product,
     )

@@ -285,7 +285,7 @@ class Attention(nn.Module):
             window=config.window,
             softcap=config.softcap,
             scale=self.context.multipliers.attention_scale,
-            implementation=self.execution.kernels.attention,
+            implementation=self.execution.implementations.attention,
             is_observed=observer_of(self.execution).reads_attention,
             keeps_lse=keeps_lse,
         )

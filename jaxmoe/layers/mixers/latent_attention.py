@@ -258,7 +258,7 @@ class LatentAttention(nn.Module):
         rules = AttentionRules(
             is_causal=config.is_causal,
             scale=(self.context.multipliers.attention_scale or config.head_dim**-0.5) * stretch,
-            implementation=self.execution.kernels.attention,
+            implementation=self.execution.implementations.attention,
             is_observed=observer_of(self.execution).reads_attention,
         )
         entries = None

@@ -267,7 +267,7 @@ class Mamba(nn.Module):
             outputs["c"].astype(x.dtype),
             segment_ids=segments,
             chunk=self.config.chunk,
-            implementation=self.execution.kernels.selective_scan,
+            implementation=self.execution.implementations.selective_scan,
         )
 
         def factor(time: Array) -> Array:

@@ -288,7 +288,7 @@ class Mamba2(nn.Module):
             c,
             segment_ids=segments,
             chunk=config.chunk,
-            implementation=self.execution.kernels.state_space_dual,
+            implementation=self.execution.implementations.state_space_dual,
         )
 
         def factor(time: Array) -> Array:

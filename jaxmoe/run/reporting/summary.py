@@ -169,7 +169,7 @@ def implementations(assembly: Assembly, mesh: AbstractMesh | None = None) -> dic
         mesh: Described mesh for which kernels are chosen; None is the mesh of the run.
     """
     mesh = assembly.mesh.abstract_mesh if mesh is None else mesh
-    kernels = assembly.execution.kernels
+    kernels = assembly.execution.implementations
     requests: dict[str, Implementation | None]
     if assembly.execution.encoded_product is None:
         requests = {"grouped_swiglu": kernels.grouped_swiglu}

@@ -87,7 +87,7 @@ class ModelExecutor:
         if reason is not None:
             raise ValueError(reason)
         self.adapters, self.execution = adapters, ServedConfig.of(execution or ExecutionConfig())
-        self.execution.kernels.prepare_once(mesh)
+        self.execution.implementations.prepare_once(mesh)
         self._is_apart = num_calls(model) <= self.config.layers_apart
         if self._is_apart:
             self.execution = dataclasses.replace(self.execution, unroll=longest_loop(model))

@@ -209,7 +209,7 @@ class Computation:
     def _experts(self) -> Any:
         return partial(
             apply_experts,
-            implementation=self.execution.kernels.grouped_swiglu,
+            implementation=self.execution.implementations.grouped_swiglu,
             activations=self.execution.precision.activations,
             encoded=self.execution.encoded_product,
             expert_tensor=self.layout.experts.expert_tensor,

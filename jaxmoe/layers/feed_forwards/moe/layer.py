@@ -146,7 +146,7 @@ class MoE(nn.Module):
         factors = {name: as_factor(weight, dtype) for name, weight in weights.items()}
         names = self.moe.carries(self.context, self.execution)
         carry = {name: routing.carry[name] for name in names if name in routing.carry}
-        kernel = self.execution.kernels.grouped_swiglu
+        kernel = self.execution.implementations.grouped_swiglu
         if layout.gathers_width and self.execution.encoded_product is None and reads_halves(kernel):
             factors = in_halves(factors)
         arguments = LocalInputs(
