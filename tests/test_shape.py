@@ -23,8 +23,8 @@ ORGANS = 114
 VAGUE_BINDINGS = 0.007
 PARTICIPLES = 121
 REPEATED_CLASSES = 5
-FLAGS = 131
-"""Of `experiments.pretrain` with its default recipe and no choice made."""
+FLAGS = 126
+"""Flags of `experiments.pretrain` with its default recipe and no choice made."""
 
 
 @pytest.mark.parametrize("module", CLOSURES)

@@ -77,8 +77,8 @@ class ModelConfig:
     """Layers that are called several times with the same parameters; None: each once."""
     has_tied_embeddings: bool = False
     """Whether the output head is the transposed embedding."""
-    multipliers: ForwardMultipliers = ForwardMultipliers()
-    """Forward multipliers of the parameterisation."""
+    multipliers: ForwardMultipliers | None = None
+    """Constant factors in the forward pass, which a parameterisation fills in; None: all are 1."""
     adapter: Adapter | None = None
     """What is trained of a model whose other parameters are those of `checkpoint.initial`; None
     trains all of them."""
@@ -117,7 +117,7 @@ class ModelConfig:
                     f"{path}.mixer.is_causal={mixer.is_causal} and"
                     f" model.attention.is_causal={self.attention.is_causal} must be equal"
                 )
-            scale = self.multipliers.attention_scale
+            scale = self.forward_multipliers.attention_scale
             width = (mixer or self.attention).head_dim
             default_dim = self.attention.head_dim
             attends = not (mixer or self.attention).is_recurrent
@@ -146,6 +146,11 @@ class ModelConfig:
     def _periods(self) -> list[list[MixerBase]]:
         """Return the mixers of each period of layers that is repeated."""
         return [[stack.kind.mixer for stack in scan.stacks] for scan in self.scans]
+
+    @property
+    def forward_multipliers(self) -> ForwardMultipliers:
+        """Constant factors in the forward pass."""
+        return self.multipliers or ForwardMultipliers()
 
     @property
     def context(self) -> LayerContext:
@@ -230,7 +235,7 @@ def _context(model: ModelConfig) -> LayerContext:
     return LayerContext(
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
-        multipliers=model.multipliers,
+        multipliers=model.forward_multipliers,
         mixers=tuple(dict.fromkeys(kind.mixer for kind in kinds)),
         feed_forwards=tuple(dict.fromkeys(kind.feed_forward for kind in kinds)),
         heads=tuple(dict.fromkeys(heads for kind in kinds if (heads := heads_of(kind.mixer)))),

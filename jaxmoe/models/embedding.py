@@ -96,7 +96,7 @@ def output_logits(
     products = {"logits": product}
     placement = execution.placement
     logits = out_of_stream(hidden.astype(dtype), products, placement, is_stream=is_stream)["logits"]
-    return logits * jnp.float32(model.multipliers.logits)
+    return logits * jnp.float32(model.forward_multipliers.logits)
 
 
 def only_predicted(

@@ -353,5 +353,5 @@ def first_stream(
     """
     dtype = execution.precision.compute_dtype
     x = look_up(table.astype(dtype), ids, execution.placement)
-    x = x * jnp.asarray(model.multipliers.embedding, dtype)
+    x = x * jnp.asarray(model.forward_multipliers.embedding, dtype)
     return Stream(x=x, carry=initial_carry(model.carries(execution), ids.shape, execution))

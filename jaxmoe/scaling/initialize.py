@@ -124,7 +124,8 @@ def init_params(
         ValueError: `key` is not a typed key, the model lacks the multipliers of the
             parameterisation, the mesh has other axes, or a parameter does not divide by it.
     """
-    if parameterization and parameterization.model.multipliers != model.multipliers:
+    parameterized = parameterization.model if parameterization else model
+    if parameterized.forward_multipliers != model.forward_multipliers:
         raise ValueError(
             "model.multipliers are not those that its parameterisation fills in, and the forward"
             " pass would go without them: use the model that the parameterisation returns"

@@ -175,7 +175,7 @@ def with_multipliers(model: ModelConfig, multipliers: ForwardMultipliers, rule: 
     """
     default = ForwardMultipliers()
     for field in (field.name for field in dataclasses.fields(ForwardMultipliers)):
-        current = getattr(model.multipliers, field)
+        current = getattr(model.forward_multipliers, field)
         ours = getattr(multipliers, field)
         if current not in (getattr(default, field), ours):
             raise ValueError(

@@ -118,7 +118,7 @@ class GatePrograms(StudyPrograms):
         nll, weight, indicators = (
             functools.reduce(operator.add, parts) for parts in zip(*looks, strict=True)
         )
-        residual = self.model.multipliers.residual
+        residual = self.model.forward_multipliers.residual
         summary = jax.device_get(summarise_indicators(indicators, residual_multiplier=residual))
         names = {"rms": "feed_forward_rms", "correlation": "expert_correlation"}
         layers = np.isfinite(summary["router_z"])  # those with experts

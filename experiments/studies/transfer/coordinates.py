@@ -65,7 +65,7 @@ def observe(
         capture_intermediates=_is_branch,
         mutable=["intermediates"],
     )
-    multipliers = model.multipliers
+    multipliers = model.forward_multipliers
     parts: dict[str, list[Array]] = {"attention": [], "feed_forward": []}
     stream = None
     for stack in model.stacks:

@@ -198,13 +198,14 @@ def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:
 
 def _of_inference(model: ModelConfig) -> ModelConfig:
     """Return the model without properties that change no logit in evaluation, in normal form."""
-    scale = model.multipliers.attention_scale
+    scale = model.forward_multipliers.attention_scale
     default_scale = model.attention.head_dim**-0.5
     if scale is not None and math.isclose(scale, default_scale, rel_tol=1e-12):
-        multipliers = dataclasses.replace(model.multipliers, attention_scale=None)
+        multipliers = dataclasses.replace(model.forward_multipliers, attention_scale=None)
         model = dataclasses.replace(model, multipliers=multipliers)
     factors = dataclasses.replace(
-        model.multipliers, logits=float(f"{model.multipliers.logits:.12g}")
+        model.forward_multipliers,
+        logits=float(f"{model.forward_multipliers.logits:.12g}"),
     )
     model = dataclasses.replace(
         model,

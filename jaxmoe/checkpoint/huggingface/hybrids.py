@@ -201,7 +201,7 @@ def granite_moe_hybrid_fields(model: ModelConfig) -> dict[str, Any]:
     moe = moe_of(model)
     attention: Any = model.attention
     shared = moe.num_shared_experts * moe.expert_dim
-    factors = model.multipliers
+    factors = model.forward_multipliers
     scale = factors.attention_scale
     return shared_fields(model) | {
         "head_dim": attention.head_dim,

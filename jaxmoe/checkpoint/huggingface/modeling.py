@@ -12,6 +12,7 @@ To add support for a choice: `jaxmoe/checkpoint/huggingface/modeling.py` (the te
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ def fields_of(model: ModelConfig) -> dict[str, Any]:
     moe = model.moe
     experts = {} if moe is None else {"num_experts": moe.num_experts, "top_k": moe.top_k}
     return experts | {
-        "jaxmoe": to_json(model),
+        "jaxmoe": to_json(dataclasses.replace(model, multipliers=model.forward_multipliers)),
         "auto_map": {
             "AutoConfig": "modeling_jaxmoe.JaxmoeConfig",
             "AutoModelForCausalLM": f"modeling_jaxmoe.{ARCHITECTURE}",

@@ -119,7 +119,7 @@ def assemble(
         dense: Layers with a dense feed-forward.
         dense_dim: Hidden units of a dense feed-forward; intermediate_size when None.
         layers: Layers with other mixers.
-        multipliers: Forward multipliers; all 1 when None.
+        multipliers: Forward multipliers; all are 1 when None.
         has_balance: Whether the family has a load-balancing loss.
 
     Raises:
@@ -141,7 +141,7 @@ def assemble(
         layers=layers,
         norm_epsilon=float(fields.there("rms_norm_eps")),
         has_tied_embeddings=fields.get("tie_word_embeddings", default=False),
-        multipliers=multipliers or ForwardMultipliers(),
+        multipliers=multipliers,
     )
     fields.warn_of_the_rest()
     if model.moe is None or not has_balance:

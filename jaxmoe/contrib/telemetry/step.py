@@ -157,7 +157,9 @@ def watch_layers(
     """
     table = parameter_table(model)
     ratios = update_ratios(table, model, updates, params)
-    summary = summarise_indicators(indicators, residual_multiplier=model.multipliers.residual)
+    summary = summarise_indicators(
+        indicators, residual_multiplier=model.forward_multipliers.residual
+    )
     summary |= {name: jnp.where(is_good, ratio, 0.0) for name, ratio in ratios.items()}
     return summary | coupled_directions(table, model, params, placement, step=step)
 

@@ -111,7 +111,7 @@ def _attention(x, weights, model, positions, segment_ids):
     distance = positions[:, :, None] - positions[:, None, :]
     sees = (distance >= 0) & (distance < (config.window or LENGTH))
     sees &= segment_ids[:, :, None] == segment_ids[:, None, :]
-    scale = model.multipliers.attention_scale or config.head_dim**-0.5
+    scale = model.forward_multipliers.attention_scale or config.head_dim**-0.5
     for n in range(config.num_heads):
         m = n // (config.num_heads // config.num_kv_heads)
         q = _turn(heads["q"][:, :, n], positions, config.rope_theta)
@@ -127,7 +127,7 @@ def _attention(x, weights, model, positions, segment_ids):
 def _moe(x, weights, model, is_real):
     """Every expert computes every token, and a gate of 0 hides it."""
     moe = model.moe
-    logits = model.multipliers.router * x @ weights["router"]["weight"]
+    logits = model.forward_multipliers.router * x @ weights["router"]["weight"]
     chosen = np.argsort(-logits, axis=-1, kind="stable")[..., : moe.top_k]
     is_chosen = (chosen[..., None] == np.arange(moe.num_experts)).any(-2) & is_real[..., None]
     with np.errstate(invalid="ignore"):
@@ -149,7 +149,7 @@ def _moe(x, weights, model, is_real):
 
 def oracle(params, model, positions, segment_ids):
     """Logits, the balancers' losses summed, and the counts of each MoE layer."""
-    multipliers, epsilon = model.multipliers, model.norm_epsilon
+    multipliers, epsilon = model.forward_multipliers, model.norm_epsilon
     table = params["embedding"]["weight"]
     x, loss, counts = multipliers.embedding * table[TOKENS], 0.0, []
     for layer in range(model.num_layers):

@@ -11,7 +11,7 @@ import math
 import pytest
 
 from jaxmoe.declarations import ROLES
-from jaxmoe.models.config import AttentionConfig, ForwardMultipliers, ModelConfig, MoEConfig
+from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.presets import ladder, ladder_tokens
 from jaxmoe.routing import METHODS, NoisyTopKConfig
 from jaxmoe.scaling import (
@@ -166,11 +166,11 @@ def test_the_table_equals_its_source(name):
         assert hyper.learning_rate_multiplier == pytest.approx(rate, rel=1e-5), role
         assert hyper.weight_decay_multiplier == pytest.approx(decay), role
         assert hyper.group == group, role
-    given = built.model.multipliers
+    given = built.model.forward_multipliers
     *factors, scale = multipliers
     assert [given.residual, given.logits, given.router] == pytest.approx(factors, rel=1e-5)
     assert given.attention_scale == scale and given.embedding == 1.0
-    assert dataclasses.replace(built.model, multipliers=ForwardMultipliers()) == MODEL
+    assert dataclasses.replace(built.model, multipliers=None) == MODEL
 
 
 def test_completep_scales_epsilon_and_others_do_not():
@@ -270,7 +270,7 @@ def test_at_the_base_point_every_law_is_1(name):
     for role, hyper in built.roles:
         if ROLE_CLASSES[role] != "zeros":
             assert hyper.learning_rate_multiplier == 1.0, role
-    given = built.model.multipliers
+    given = built.model.forward_multipliers
     assert given.logits == given.router == given.embedding == 1.0
     residual = 0.25 if name in ("mup_plus_plus", "mup_plus_plus_muon", "hyperp") else 1.0
     assert given.residual == residual
