@@ -67,7 +67,7 @@ class Choice:
             if self.test(value):
                 if self.shown.startswith(self.path):
                     value = next(values_at(config, self.shown), value)
-                return spelled(self.shown or self.path, value)
+                return spell_choice(self.shown or self.path, value)
         return None
 
     @property
@@ -92,7 +92,7 @@ def values_at(config: Any, path: str) -> Iterator[Any]:
         yield from values_at(item, below)
 
 
-def spelled(path: str, value: Any) -> str:
+def spell_choice(path: str, value: Any) -> str:
     """Return a choice as a user types it: `path:name` of a member, `path=value` of a number."""
     name = getattr(value, "name", None)
     return f"{path}:{name}" if isinstance(name, str) else f"{path}={value}"

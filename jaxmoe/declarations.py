@@ -212,7 +212,7 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
         declaration: Shape, axes and role of the parameter.
     """
     value = _adapt(module, name, _declare_matrix(module, name, declaration))
-    return value.merged() if isinstance(value, LowRank) else value
+    return value.merge() if isinstance(value, LowRank) else value
 
 
 def _declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> Any:

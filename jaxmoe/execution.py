@@ -214,8 +214,8 @@ class ExecutionConfig:
 def _state_layout(rules: StateLayoutName, mesh: MeshConfig, fold: MoEMesh | None) -> StateLayout:
     layout = STATE_LAYOUTS[rules]
     if mesh.stage != 1:
-        layout = layout.staged()
-    return layout if fold is None else layout.folded(refine(mesh.by_axis, fold))
+        layout = layout.on_stages()
+    return layout if fold is None else layout.on_fold(refine(mesh.by_axis, fold))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

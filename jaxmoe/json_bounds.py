@@ -88,7 +88,7 @@ def read_record(path: pathlib.Path, kind: type[dict] | type[list]) -> Any:
         ValueError: It cannot be used; the message names the file.
         OSError: It is missing or cannot be read.
     """
-    with named(path):
+    with name_file(path):
         text = read_text(path)
     return parse_record(text, kind, path)
 
@@ -107,7 +107,7 @@ def parse_record(
     Raises:
         ValueError: The text cannot be used; the message names the file.
     """
-    with named(name, way_out):
+    with name_file(name, way_out):
         value = parse_json(text)
     if not isinstance(value, kind):
         raise ValueError(
@@ -117,7 +117,7 @@ def parse_record(
 
 
 @contextlib.contextmanager
-def named(name: object, way_out: str = "restore or remove it") -> Iterator[None]:
+def name_file(name: object, way_out: str = "restore or remove it") -> Iterator[None]:
     """Name the file in errors about its text.
 
     Args:
@@ -146,7 +146,7 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         OSError: It is missing or cannot be read.
     """
     position = 0
-    with named(path):
+    with name_file(path):
         file = _open(path)
     with file:
         while line := file.readline(MAX_JSON_BYTES):

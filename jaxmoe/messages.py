@@ -68,7 +68,7 @@ class PrintHandler(logging.Handler):
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[None]:
+def show_messages() -> Iterator[None]:
     """Print messages within, unless the program has configured the logger or its level."""
     if logger.handlers or logger.isEnabledFor(logging.INFO):
         yield
@@ -87,7 +87,7 @@ def shown() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def muted(name: str, text: str) -> Iterator[None]:
+def mute(name: str, text: str) -> Iterator[None]:
     """Drop the records of another library's logger that contain a text.
 
     Args:

@@ -156,7 +156,7 @@ class ParameterTable:
         """Rows of the parameters that are trained."""
         return tuple(row for row in self if not row.is_frozen)
 
-    def trained(self, tree: Any) -> Any:
+    def select_trained(self, tree: Any) -> Any:
         """Return the tree with `optax.MaskedNode` in place of frozen parameters.
 
         Args:
@@ -167,11 +167,11 @@ class ParameterTable:
         is_frozen = self.tree(lambda row: row.is_frozen)
         return jax.tree.map(lambda f, leaf: optax.MaskedNode() if f else leaf, is_frozen, tree)
 
-    def merged(self, trained: Any, whole: Any) -> Any:
+    def merge(self, trained: Any, whole: Any) -> Any:
         """Return the trained parameters of one tree with the frozen parameters of another.
 
         Args:
-            trained: Result of `trained`.
+            trained: Result of `select_trained`.
             whole: Tree like the parameters.
         """
         if not self.has_frozen:

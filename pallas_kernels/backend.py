@@ -19,7 +19,7 @@ here, takes the arguments and has not been found wrong on this device (`distrust
 which may be only described (so that a plan for TPUs has the kernels of a run on TPUs), or without a
 mesh that of this process. The platform is queried only where the answer depends on it, so that
 planning, and describing a model, start no backend. TPU kernels also run inside
-`pallas_kernels.interpreter.interpreted`.
+`pallas_kernels.interpreter.interpret_kernels`.
 """
 
 import contextlib
@@ -194,7 +194,7 @@ _IS_INTERPRETED: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def tpu_kernels_run() -> Iterator[None]:
-    """Let "pallas_tpu" run inside on any platform, where None picks it; see `interpreted`."""
+    """Let "pallas_tpu" run inside on any platform, where None picks it; see `interpret_kernels`."""
     token = _IS_INTERPRETED.set(True)
     try:
         yield

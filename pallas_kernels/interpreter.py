@@ -15,7 +15,7 @@ Interpreter = Literal["values", "machine"]
 
 
 @contextlib.contextmanager
-def interpreted(interpreter: Interpreter = "machine") -> Iterator[None]:
+def interpret_kernels(interpreter: Interpreter = "machine") -> Iterator[None]:
     """Run TPU kernels on the CPU: inside, "pallas_tpu" runs and None picks it.
 
     Args:

@@ -61,7 +61,7 @@ def vary_over(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def agreed(x: Array) -> Array:
+def as_unvarying(x: Array) -> Array:
     """Return an array that is equal on all devices as one of non-varying type.
 
     Args:

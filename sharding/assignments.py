@@ -83,13 +83,13 @@ def own_assignments(
     top_k = assignments.top_k
     assert top_k is not None  # only token-major routers have a capacity
 
-    def own(slots: Array) -> Array:
+    def own_rows(slots: Array) -> Array:
         return own_positions(slots.reshape(-1, top_k), num_sequences, axes).reshape(-1)
 
-    expert_ids = own(assignments.expert_ids)
+    expert_ids = own_rows(assignments.expert_ids)
     return Assignments(
         token_ids=jnp.arange(expert_ids.shape[0], dtype=jnp.int32) // jnp.int32(top_k),
         expert_ids=expert_ids,
-        gates=own(assignments.gates),
+        gates=own_rows(assignments.gates),
         top_k=top_k,
     )

@@ -118,7 +118,7 @@ class LogicalAxisRules:
                     f" {way} rules that do not spread {name!r}"
                 )
 
-    def folded(self, refinement: Refinement) -> LogicalAxisRules:
+    def on_fold(self, refinement: Refinement) -> LogicalAxisRules:
         """Return the same layout on a folded mesh, with the experts on their own axes.
 
         Args:
@@ -141,7 +141,7 @@ class LogicalAxisRules:
             )
         )
 
-    def staged(self) -> LogicalAxisRules:
+    def on_stages(self) -> LogicalAxisRules:
         """Return the same layout with layers and vocabulary split over pipeline stages."""
         vocab = self.mesh_axes(ax.VOCAB)
         predicted = self.mesh_axes(ax.ACT_VOCAB)

@@ -74,13 +74,13 @@ class StateLayout:
         """Whether a step needs the parameters of one layer at a time only."""
         return self.gathered == "layer" and self.parameters == self.optimizer
 
-    def staged(self) -> StateLayout:
+    def on_stages(self) -> StateLayout:
         """Return the same layout with layers and vocabulary split over pipeline stages."""
-        return self._with(lambda rules: rules.staged())
+        return self._with(lambda rules: rules.on_stages())
 
-    def folded(self, refinement: Refinement) -> StateLayout:
+    def on_fold(self, refinement: Refinement) -> StateLayout:
         """Return the same layout on a folded mesh."""
-        return self._with(lambda rules: rules.folded(refinement))
+        return self._with(lambda rules: rules.on_fold(refinement))
 
     def _with(self, change: Callable[[LogicalAxisRules], LogicalAxisRules]) -> StateLayout:
         """Return the same layout with each of its rules changed."""

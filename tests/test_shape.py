@@ -21,7 +21,7 @@ CLOSURES = {"jaxmoe": 3, "jaxmoe.routing": 9, "jaxmoe.optim": 9, "experiments.pr
 ARROWS = 0
 ORGANS = 114
 VAGUE_BINDINGS = 0.007
-PARTICIPLES = 121
+PARTICIPLES = 20
 REPEATED_CLASSES = 5
 FLAGS = 126
 """Flags of `experiments.pretrain` with its default recipe and no choice made."""

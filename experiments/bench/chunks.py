@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from experiments.bench.measure import in_turns, timed
+from experiments.bench.measure import in_turns, time_call
 from experiments.bench.step import BenchRunConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from sharding import MeshConfig, make_mesh
@@ -245,4 +245,4 @@ def _run(
         lambda spec, array: jax.device_put(array, NamedSharding(mesh, spec)), specs, arrays
     )
     region = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out)
-    return timed(region, *placed)
+    return time_call(region, *placed)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from experiments.bench import products as bench_products
 from experiments.bench.accelerator import attention as gpu_attention
-from experiments.bench.measure import in_turns, matmul_rate, timed, with_gradients
+from experiments.bench.measure import in_turns, matmul_rate, time_call, with_gradients
 from experiments.bench.operands import loads
 from experiments.bench.step import BenchRunConfig
 from pallas_kernels import (
@@ -189,12 +189,14 @@ def _gpu_rows(
         limit: Measured limit in FLOP/s.
     """
     q, k, v, d_out = case.draw(jax.random.key(0))
-    forward = {name: timed(f, q, k, v) for name, f in candidates.items()}
+    forward = {name: time_call(f, q, k, v) for name, f in candidates.items()}
     pulls = {
         name: jax.jit(lambda *xs, f=f: jax.vjp(f, *xs)[1])(q, k, v)
         for name, f in candidates.items()
     }
-    backward = {name: timed(lambda pull, x: pull(x), pull, d_out) for name, pull in pulls.items()}
+    backward = {
+        name: time_call(lambda pull, x: pull(x), pull, d_out) for name, pull in pulls.items()
+    }
     rows = []
     for name, runs in (("forward", forward), ("backward", backward)):
         seconds = {c: timing.median for c, timing in in_turns(runs, rounds=rounds).items()}
@@ -232,7 +234,7 @@ def _gpu_in_words(rows: list[dict[str, Any]]) -> list[str]:
 def _dense_rate() -> float:
     """Return the FLOP/s of a large dense product in bfloat16."""
     x = jnp.ones((LIMIT_WIDTH, LIMIT_WIDTH), jnp.bfloat16)
-    timing = in_turns({"": timed(lambda x: x @ x, x)}, rounds=8)[""]
+    timing = in_turns({"": time_call(lambda x: x @ x, x)}, rounds=8)[""]
     return 2.0 * LIMIT_WIDTH**3 / timing.best
 
 
@@ -286,7 +288,7 @@ def _row(
     rounds: int,
 ) -> dict[str, Any]:
     """Return a row of two candidates that take turns, forward and backward."""
-    runs = {name: timed(with_gradients(f), *arguments) for name, f in candidates.items()}
+    runs = {name: time_call(with_gradients(f), *arguments) for name, f in candidates.items()}
     timings = in_turns(runs, rounds=rounds)
     ours, (beside, peer) = timings["ours"], next(t for t in timings.items() if t[0] != "ours")
     return {

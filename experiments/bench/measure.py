@@ -85,7 +85,7 @@ def describe_load(share: float | None) -> str:
     return text
 
 
-def timed(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]:
+def time_call(function: Callable[..., Any], *arguments: Any) -> Callable[[], float]:
     """Return a function that runs a jitted call on fixed arguments to its end, and its seconds."""
     compiled = jax.jit(function).lower(*arguments).compile()
 
@@ -143,7 +143,7 @@ def matmul_rate(dtype: Any = jnp.float32, shapes: Sequence[tuple[int, int, int]]
     for m, k, n in shapes or ((2048, 2048, 2048), (4096, 256, 1024), (8192, 512, 512)):
         x = jnp.ones((m, k), dtype)
         y = jnp.ones((k, n), dtype)
-        run = timed(lambda x, y: jnp.matmul(x, y, preferred_element_type=sums), x, y)
+        run = time_call(lambda x, y: jnp.matmul(x, y, preferred_element_type=sums), x, y)
         timing = in_turns({"": run}, rounds=8)[""]
         best = max(best, 2.0 * m * k * n / timing.best)
     return best
@@ -156,5 +156,5 @@ def memory_rate(size: int = 2**28) -> float:
         size: Bytes that are read, and as many that are written: more than caches hold.
     """
     x = jnp.ones((size // 4,), jnp.float32)
-    timing = in_turns({"": timed(lambda x: x + 1.0, x)}, rounds=8)[""]
+    timing = in_turns({"": time_call(lambda x: x + 1.0, x)}, rounds=8)[""]
     return 2.0 * x.nbytes / timing.best

@@ -34,7 +34,7 @@ PAIRS: dict[str, Pair] = {
 """Pairs by the bits of weights and activations."""
 
 
-def rounded(x: Any, form: tuple[QuantizedDtype, int | None] | None, axis: int) -> Any:
+def round_operand(x: Any, form: tuple[QuantizedDtype, int | None] | None, axis: int) -> Any:
     """Return an operand in its format; without blocks where they do not divide it.
 
     Args:

@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.accelerator.torch_kernels import timed_pass
-from experiments.bench.measure import in_turns, matmul_rate, memory_rate, timed
-from experiments.bench.operands import PAIRS, loads, rounded
+from experiments.bench.measure import in_turns, matmul_rate, memory_rate, time_call
+from experiments.bench.operands import PAIRS, loads, round_operand
 from jaxmoe.models.presets import PRESETS
 from pallas_kernels import OPERATIONS, grouped_matmul, quantize_mixed, quantized_matmul
 from pallas_kernels.backend import Implementation, platform
@@ -71,7 +71,7 @@ class ProductSizes(NamedTuple):
 SMALL = ProductSizes("small", 512, 512, 8, (32,), (1024,), 1024, 1, "float32")
 
 
-def published() -> tuple[ProductSizes, ...]:
+def accelerator_widths() -> tuple[ProductSizes, ...]:
     """Return the widths at which a GPU or TPU is measured."""
     models = {"OLMoE": PRESETS["olmoe_1b_7b"](), "Qwen3": PRESETS["qwen3_30b_a3b"]()}
     cases = []
@@ -112,11 +112,11 @@ def products(rounds: int, implementation: Implementation | None = None) -> dict[
     is_cpu = platform() == "cpu"
     limits = measured_limits("float32" if is_cpu else "bfloat16", is_large=not is_cpu)
     rows = []
-    for sizes in (SMALL,) if is_cpu else published():
-        rows += measured(sizes, limits, rounds, implementation)
+    for sizes in (SMALL,) if is_cpu else accelerator_widths():
+        rows += measure_model(sizes, limits, rounds, implementation)
     return {
         "product_limits": {**limits.flops, "memory": limits.memory},
-        "products": rows + ([] if platform() == "gpu" else unmeasured()),
+        "products": rows + ([] if platform() == "gpu" else hopper_rows()),
     }
 
 
@@ -134,7 +134,7 @@ def measured_limits(dtype: str, *, is_large: bool) -> ProductLimits:
     return ProductLimits(rates, memory_rate(2**30 if is_large else 2**27))
 
 
-def unmeasured() -> list[dict[str, Any]]:
+def hopper_rows() -> list[dict[str, Any]]:
     """Return the rows that need a Hopper GPU."""
     return [
         _row(operation, "OLMoE and Qwen3", "all" if "grouped" in operation else "forward", name)
@@ -144,7 +144,7 @@ def unmeasured() -> list[dict[str, Any]]:
     ]
 
 
-def measured(
+def measure_model(
     sizes: ProductSizes,
     limits: ProductLimits,
     rounds: int,
@@ -228,9 +228,9 @@ def _quantised(
                 )
 
             for pair, (left, right, dtype) in PAIRS.items():
-                rounded_matrices = [rounded(w, right, -2) for w in matrices]
+                rounded_matrices = [round_operand(w, right, -2) for w in matrices]
                 candidates[pair + name] = one(
-                    multiply, rounded(x, left, -1), rounded_matrices, dtype or sizes.dtype
+                    multiply, round_operand(x, left, -1), rounded_matrices, dtype or sizes.dtype
                 )
             mixed = _mix(x, matrices)
             candidates["mixed" + name] = one(multiply, x, mixed, "int8")
@@ -301,7 +301,7 @@ def _grouped_candidates(
         candidates["ours" + suffix] = one(multiply, rows, weights)
         for pair in GROUPED_PAIRS if name == "forward" else ():
             left, right, limit = PAIRS[pair]
-            factors = rounded(rows, left, -1), rounded(weights, right, -2)
+            factors = round_operand(rows, left, -1), round_operand(weights, right, -2)
             candidates[pair + suffix] = one(multiply, *factors, limit or dtype)
     candidates["ragged_dot"] = one(
         lambda rows, weights: jax.lax.ragged_dot(rows, weights, group_sizes), rows, weights
@@ -357,7 +357,7 @@ def _row(operation: str, case: str, name: str, candidate: str) -> dict[str, Any]
 def _time_call(function: Callable[..., Any], *arguments: Any) -> Callable[[], float] | str:
     """Return the timed function, or the message with which kernel or compiler refuse it."""
     try:
-        return timed(function, *arguments)
+        return time_call(function, *arguments)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return " ".join(str(error).split())[:200]
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from experiments.bench.measure import in_turns, matmul_rate, timed
+from experiments.bench.measure import in_turns, matmul_rate, time_call
 from experiments.bench.step import BenchRunConfig
 from jaxmoe.configs import closest
 from jaxmoe.models.config import MoEConfig
@@ -171,7 +171,7 @@ def _compile_programs(
         )
         return out, auxiliary, pull(jax.tree.map(jnp.ones_like, out))
 
-    return timed(run, params, inputs.x, state, inputs, key)
+    return time_call(run, params, inputs.x, state, inputs, key)
 
 
 def _inputs(config: RouterBenchConfig, moe: MoEConfig) -> RouterInputs:

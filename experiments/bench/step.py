@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench.measure import Timing, in_turns, matmul_rate, timed, with_gradients
+from experiments.bench.measure import Timing, in_turns, matmul_rate, time_call, with_gradients
 from experiments.bench.peer import training_data
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.data.batch import Batch
@@ -341,11 +341,11 @@ def _parts(
         return out
 
     optimizer = _optimizer()
-    update = timed(optimizer.update, state.params, state.opt_state, state.params)
+    update = time_call(optimizer.update, state.params, state.opt_state, state.params)
     timings = in_turns(
         {
-            "attention": timed(with_gradients(attend), layer["attention"], x),
-            "experts and their router": timed(with_gradients(mix), layer["moe"], x),
+            "attention": time_call(with_gradients(attend), layer["attention"], x),
+            "experts and their router": time_call(with_gradients(mix), layer["moe"], x),
             "AdamW": update,
         },
         rounds=6,

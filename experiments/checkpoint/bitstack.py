@@ -30,7 +30,7 @@ from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.contrib.few_bits.bitstack import (
     block_bytes,
-    expanded,
+    expand,
     prefix,
     stacked_rows,
     stacked_shape,
@@ -267,7 +267,7 @@ def _table(table: ParameterTable, model: Any, params: Any) -> str:
 
     def add(row: ParameterSpec, stack: Any) -> None:
         matrix = values[row.path].astype(np.float32)
-        residual = matrix - np.asarray(expanded(row, stack, jnp.float32))
+        residual = matrix - np.asarray(expand(row, stack, jnp.float32))
         error = float(np.linalg.norm(residual)) / (float(np.linalg.norm(matrix)) or 1.0)
         count = 0 if stack.blocks is None else stack.blocks.places.size
         sizes = (f"{stored_bytes(each) / 1e3:.1f}" for each in (values[row.path], stack))

@@ -22,7 +22,7 @@ from experiments.cli.output import announce
 from jaxmoe.contrib.few_bits.bitstack import (
     BitStack,
     Blocks,
-    added,
+    add_block,
     decompose,
     scales_of,
     sort_blocks,
@@ -141,4 +141,4 @@ def _order(
 
 
 def _plus(row: ParameterSpec, value: Any, stack: BitStack, number: Any) -> Any:
-    return added(value, row, stack, number)
+    return add_block(value, row, stack, number)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.adapters import Adapter, folded
+from jaxmoe.adapters import Adapter, fold_adapters
 from jaxmoe.checkpoint import save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.assemble import Assembly, describe_devices
@@ -56,8 +56,8 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
         given_params = state.params
         if bits is not None:
             chosen = _within(adapter, bits)
-            given_params = chosen.begun(given_params, layers, jax.random.key(0))
-        params = jax.jit(lambda params: folded(params, adapter, layers))(given_params)
+            given_params = chosen.begin(given_params, layers, jax.random.key(0))
+        params = jax.jit(lambda params: fold_adapters(params, adapter, layers))(given_params)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})

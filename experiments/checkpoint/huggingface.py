@@ -308,7 +308,7 @@ def _with_own_tokenizer(
     data: Any = config.data
     if not data.takes_tokenizer:
         return config
-    tokenizer = data.tokenizer.moved(place / TOKENIZER, target / _FOLDER / TOKENIZER)
+    tokenizer = data.tokenizer.move_file(place / TOKENIZER, target / _FOLDER / TOKENIZER)
     return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=tokenizer))
 
 

@@ -275,7 +275,7 @@ def _fit_warmup(config: Config, arguments: Sequence[str]) -> Config:
     schedule_fields = {
         name.removeprefix("schedule.") for name in flags if name.startswith("schedule.")
     }
-    fitted = schedule.fitted(steps, schedule_fields)
+    fitted = schedule.fit(steps, schedule_fields)
     if fitted is schedule:
         return config
     changed = [

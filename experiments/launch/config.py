@@ -155,6 +155,6 @@ class SuperviseConfig:
         return tuple(index for index, number in enumerate(processes) if number in local)
 
     @property
-    def started(self) -> int:
+    def num_started(self) -> int:
         """Number of started processes on all hosts."""
         return self.total - len(set(self.exclude))

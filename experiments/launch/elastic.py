@@ -30,7 +30,7 @@ class Places:
         self.used = list(range(number))
         """Places of the next start; process i of a start is at used[i]."""
 
-    def refused(self, code: int) -> bool:
+    def note_refusal(self, code: int) -> bool:
         """Note that a start refused its configuration; return whether another one is of use."""
         del code
         return False
@@ -70,7 +70,7 @@ class ShrinkingPlaces(Places):
         self._latest: int | None = None
         self._since = 0.0
 
-    def refused(self, code: int) -> bool:
+    def note_refusal(self, code: int) -> bool:
         """Leave one more place out, where so few processes cannot share the batch."""
         if code != ExitCode.BAD_CONFIGURATION or not 1 < len(self.used) < len(self._all):
             return False

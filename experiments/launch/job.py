@@ -31,7 +31,7 @@ class Job:
         return shlex.split(self.command)
 
     @property
-    def quoted(self) -> str:
+    def shell_line(self) -> str:
         """Command line with every word quoted for a shell."""
         return shlex.join(self.words)
 

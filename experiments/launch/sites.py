@@ -115,7 +115,7 @@ class SitesConfig:
             )
         if self.islands_max_bytes < 1:
             raise ValueError(f"islands_max_bytes={self.islands_max_bytes} must be at least 1")
-        self.supervised("true")
+        self.supervisor("true")
         self.site(0, "directory:.")
         if _PLACE not in self.command and self.islands and _directory(self.words) is None:
             if any(word.startswith("experiments.") for word in self.words):
@@ -152,7 +152,7 @@ class SitesConfig:
             arguments[place] = f"{arguments[place].rstrip('/')}-island{member}"
         return shlex.join(arguments)
 
-    def supervised(self, command: str) -> SuperviseConfig:
+    def supervisor(self, command: str) -> SuperviseConfig:
         """Return the config of the supervisor of a site.
 
         Args:
@@ -269,7 +269,7 @@ def _supervise_all(
         member_directory = RunDirectory(directory.path / f"island{member}")
         member_directory.acquire()
         exits[member] = supervise(
-            config.supervised(config.command_of(member)),
+            config.supervisor(config.command_of(member)),
             member_directory,
             signals,
             name=f"site {member}",

@@ -94,7 +94,7 @@ class SlurmConfig:
                 'cd "$SLURM_SUBMIT_DIR" || exit 2',
                 *([self.setup] if self.setup else []),
                 "# A process that ends after saving must not end the others.",
-                f"srun --kill-on-bad-exit=0 {job.quoted}",
+                f"srun --kill-on-bad-exit=0 {job.shell_line}",
                 "code=$?",
                 "# Saved after SIGTERM: the same command resumes.",
                 f'if [ "$code" -eq {int(ExitCode.PREEMPTED)} ]; then',

@@ -148,7 +148,7 @@ def supervise(
             starts.append({**dataclasses.asdict(outcome), "processes": len(places.used)})
             is_final = outcome.code in FINAL or signals.number is not None
             change = "" if is_final else places.lost(outcome.process)
-            if is_final and signals.number is None and places.refused(outcome.code):
+            if is_final and signals.number is None and places.note_refusal(outcome.code):
                 is_final = False
                 change = f"{len(places.used)} processes are tried"
             restarts = 0 if outcome.seconds >= config.steady else restarts
@@ -194,7 +194,7 @@ class _SupervisedStart:
         self._began = self._heard = time.monotonic()
         self._readers: list[threading.Thread] = []
         environment = {**os.environ, **environment}
-        total = config.started - len(config.here) + len(memory)
+        total = config.num_started - len(config.here) + len(memory)
         if total > 1:
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": config.coordinator or f"127.0.0.1:{_free_port()}",

@@ -117,7 +117,7 @@ def plan_summary(
         "disk": memory.disk,
         "available": chip.available,
         "step_seconds": seconds.step,
-        "step_seconds_overlapped": seconds.overlapped,
+        "step_seconds_overlapped": seconds.overlap_bound,
         "compute_seconds": seconds.compute,
         "memory_seconds": seconds.memory,
         "communication_seconds": seconds.communication,

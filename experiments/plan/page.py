@@ -93,7 +93,7 @@ def page_of_plan(
             )
         if "measured" in compiled:
             parts.append(measured_table(candidate, compiled))
-    spread = f"{seconds.overlapped:.3g} s if all communication were hidden"
+    spread = f"{seconds.overlap_bound:.3g} s if all communication were hidden"
     spread += f", products at {chip.efficiency:.1%} of the peak"
     if chip.platform == "cpu":
         spread += ", by nominal rates of a core"

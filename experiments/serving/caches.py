@@ -175,13 +175,13 @@ def caches(trace: RoutingTrace, parameters: int, config: CachesConfig) -> Iterat
             row["over_bound"] = policy.loads / bound
             if name == "lru":
                 each = config.tokens * trace.expert_ids.shape[2]
-                row["split"] = {"capacity": share} | divided(
+                row["split"] = {"capacity": share} | seconds_by_place(
                     uses, policy, each, _costs(parameters, config)
                 )
             yield row
 
 
-def divided(
+def seconds_by_place(
     uses: Sequence[Use], replayed: Replayed, assignments: int, costs: SplitCosts
 ) -> dict[str, float]:
     """Return the mean seconds of a layer of a step, by who computes its experts.

@@ -280,7 +280,7 @@ def describe(config: SimulateConfig, facts: Facts, name: str | None = None) -> s
     where = f"{config.preset} on {config.instances} x {config.chips} {config.chip}"
     if name is not None:
         where = f"{config.instances} x {name}"
-    elif spilled := cost_of(config).spilled:
+    elif spilled := cost_of(config).spill_share:
         where += f", {spilled:.0%} of the weights in host memory"
     return (
         f"{where}, {facts.num_pages} pages of"

@@ -3,7 +3,7 @@
 from jaxmoe.adapters.base import Adapter as Adapter
 from jaxmoe.adapters.base import StepGiven as StepGiven
 from jaxmoe.adapters.base import TargetsConfig as TargetsConfig
-from jaxmoe.adapters.fold import folded as folded
+from jaxmoe.adapters.fold import fold_adapters as fold_adapters
 from jaxmoe.adapters.fold import is_factor as is_factor
 from jaxmoe.adapters.fold import plain as plain
 from jaxmoe.adapters.fold import with_base as with_base

@@ -286,7 +286,7 @@ class Adapter(ParameterView, abc.ABC):
         del grads, given
         return state
 
-    def begun(self, params: Any, layers: Layers, key: Array) -> Any:
+    def begin(self, params: Any, layers: Layers, key: Array) -> Any:
         """Return the parameters before the first step, with own ones that depend on the base.
 
         Args:

@@ -179,7 +179,7 @@ def by_path(tree: Any) -> dict[str, Any]:
     return dict(traverse_util.flatten_dict(tree, sep="/"))
 
 
-def nested(flat: Mapping[str, Any]) -> Any:
+def nest(flat: Mapping[str, Any]) -> Any:
     """Return the inverse of `by_path`."""
     return traverse_util.unflatten_dict(dict(flat), sep="/")
 

@@ -37,7 +37,7 @@ def is_factor(path: str) -> bool:
     return ":" in path
 
 
-def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> Any:
+def fold_adapters(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> Any:
     """Return plain parameters, W + s A diag(e) B for each adapted matrix; shapes [L *G *I *O].
 
     Args:
@@ -63,5 +63,5 @@ def folded(params: Any, adapter: Adapter | None = None, layers: Layers = ()) -> 
         down, up, scale = (flat[f"{base}:{name}"] for name in FACTORS)
         wide = scale.reshape(scale.shape + (1,) * (without_factors[base].ndim - scale.ndim))
         addition = LowRank(weight=without_factors[base], down=down, up=up, scale=wide)
-        without_factors[base] = addition.with_values(flat.get(f"{base}:{VALUES}")).merged()
+        without_factors[base] = addition.with_values(flat.get(f"{base}:{VALUES}")).merge()
     return traverse_util.unflatten_dict(without_factors, sep="/")

@@ -11,7 +11,7 @@ hands each layer its own. `forward` applies the rewriting after that of a `View`
 that estimators perturb own parameters too.
 
 An adapter of this form defines `table`, `rewrite` and `has_view = True`; `prepare` for values that
-all layers need, and `begun` for initial values that depend on the model's. The factor form
+all layers need, and `begin` for initial values that depend on the model's. The factor form
 (`sharding/products/low_rank.py`) is cheaper where an addition is of low rank: here the gradient of
 a whole matrix is formed for one layer at a time.
 """

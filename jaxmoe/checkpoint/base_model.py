@@ -43,7 +43,7 @@ class BaseModel:
         leaves = {path: leaf for path, leaf in flat.items() if path not in self.left_out}
         return dataclasses.replace(state, params=traverse_util.unflatten_dict(leaves, sep="/"))
 
-    def completed(self, state: Any, target: Any) -> Any:
+    def complete(self, state: Any, target: Any) -> Any:
         """Return a restored state with the parameters left out.
 
         Args:

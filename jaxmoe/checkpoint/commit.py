@@ -107,7 +107,7 @@ class Commits:
         if is_lost:
             raise self.lost or LeaseLostError(_LOST)
         if is_refused:
-            self.failed(step, obstacle or OSError("another process cannot write it"))
+            self.note_failure(step, obstacle or OSError("another process cannot write it"))
         return not is_refused
 
     def check_held(self) -> None:
@@ -153,7 +153,7 @@ class Commits:
                 self._remove_uncommitted()
         self.failures = 0
 
-    def failed(self, step: int | None, error: BaseException) -> None:
+    def note_failure(self, step: int | None, error: BaseException) -> None:
         """Count and log a save that failed, and delete its files.
 
         Args:

@@ -55,7 +55,7 @@ from jaxmoe.checkpoint.manifest import (
 from jaxmoe.checkpoint.reading import read_state, shared_manifest, shared_steps
 from jaxmoe.checkpoint.writing import SAVE_ERRORS, StepWriter, literal_path, open_manager
 from jaxmoe.fingerprints import ReplicasDifferError
-from jaxmoe.messages import muted
+from jaxmoe.messages import mute
 from jaxmoe.state_tree import pack
 from sharding.distributed import agree, gather
 
@@ -105,7 +105,7 @@ class CheckpointManager:
         self._commits.empty_trash()
         self._corrupted: ReplicasDifferError | None = None
         self._has_warned = False
-        with muted("absl", "directory is read only"), opening_errors(self.directory):
+        with mute("absl", "directory is read only"), opening_errors(self.directory):
             before_commit = self._commits.before_commit if is_writer else None
             self._manager = open_manager(self.directory, keep, before_commit, pinned_steps)
         self._writer = StepWriter(self._manager)
@@ -189,7 +189,7 @@ class CheckpointManager:
             )
             self._commits.pending = step
         except SAVE_ERRORS as error:
-            self._commits.failed(step, error)
+            self._commits.note_failure(step, error)
             return False
         return not is_failed
 
@@ -207,10 +207,10 @@ class CheckpointManager:
             self._writer.join()
             self._commits.done()
         except SAVE_ERRORS as error:
-            self._commits.failed(None, error)
+            self._commits.note_failure(None, error)
             return False
         except ReplicasDifferError as error:
-            self._commits.failed(None, error)
+            self._commits.note_failure(None, error)
             self._corrupted = error
             return False
         finally:
@@ -276,7 +276,7 @@ class CheckpointManager:
         base.check(manifest, where)
         own_target = base.without(target)
         state = read_state(self.directory / str(step), manifest, own_target, where, self._verify)
-        return base.completed(state, target)
+        return base.complete(state, target)
 
     def restore_newest(
         self,

@@ -32,7 +32,7 @@ import numpy as np
 
 from jaxmoe.data.batch import Batch, DataError, validate_batch
 from jaxmoe.data.batch_sizes import BatchSizes
-from jaxmoe.data.order import order_digest, shuffled
+from jaxmoe.data.order import order_digest, shuffle_place
 from jaxmoe.data.repacking import Repacking
 from jaxmoe.data.skipped import SkippedRows
 from jaxmoe.data.source import Row, Source, Split
@@ -172,7 +172,7 @@ class Loader:
         num_rows = self._num_rows()
         epoch = 0
         if num_rows is not None and self.split == "train":
-            epoch, number = shuffled(number, size=num_rows, seed=self.seed)
+            epoch, number = shuffle_place(number, size=num_rows, seed=self.seed)
         return self.source.row(self.split, number, self.sequence_length, epoch=epoch)
 
     def iterate(

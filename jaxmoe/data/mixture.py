@@ -29,10 +29,10 @@ import numpy as np
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.files import FileReadingConfig, Files
 from jaxmoe.data.order import (
-    interleaved,
+    interleave,
     interleaved_length,
     order_digest,
-    shuffled,
+    shuffle_place,
     whole_weights,
 )
 from jaxmoe.data.packed import build_sources
@@ -154,7 +154,7 @@ class Mixture:
     def row(self, split: Split, index: int, sequence_length: int, *, epoch: int = 0) -> Row:
         """Return the row at a place of the endless sequence."""
         del epoch  # parts have epochs of their own
-        part, place = interleaved(index, self._weights)
+        part, place = interleave(index, self._weights)
         source = self._sources[part]
         repeat = 0
         size = source.num_rows(split, sequence_length)
@@ -165,7 +165,7 @@ class Mixture:
                     f"{sequence_length}: bring more of it, or lower training.sequence_length"
                 )
             seed = _part_seed(self._seed, self._names[part])
-            repeat, place = shuffled(place, size=size, seed=seed)
+            repeat, place = shuffle_place(place, size=size, seed=seed)
         row = source.row(split, place, sequence_length, epoch=repeat)
         return dataclasses.replace(row, task=part) if self._has_tasks else row
 

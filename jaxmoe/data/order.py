@@ -37,7 +37,7 @@ _MOST_ROWS = 2**32 - 1
 """Largest size of Grain's permutation."""
 
 
-def shuffled(number: int, *, size: int, seed: int) -> tuple[int, int]:
+def shuffle_place(number: int, *, size: int, seed: int) -> tuple[int, int]:
     """Return epoch and row at a place of the endless sequence of epochs.
 
     Args:
@@ -76,7 +76,7 @@ def frozen_generator(*key: int) -> np.random.RandomState:
 @functools.cache
 def order_digest() -> str:
     """Return eight hexadecimal digits that identify Grain's shuffle."""
-    order = [shuffled(number, size=1000, seed=1)[1] for number in range(2000)]
+    order = [shuffle_place(number, size=1000, seed=1)[1] for number in range(2000)]
     return hashlib.sha256(np.array(order, "<i8").tobytes()).hexdigest()[:8]
 
 
@@ -101,7 +101,7 @@ def interleaved_counts(number: int, weights: Sequence[int]) -> list[int]:
     return counts
 
 
-def interleaved(number: int, weights: Sequence[int]) -> tuple[int, int]:
+def interleave(number: int, weights: Sequence[int]) -> tuple[int, int]:
     """Return the part of a place, and the number of earlier places of that part.
 
     Args:

@@ -251,7 +251,7 @@ def _kept(
     elif long == "leave_out":
         is_kept = documents.lengths[owner] <= sequence_length + 1
     predicted = documents.starts[owner] + piece * sequence_length + 1
-    return is_kept & (documents.trained(predicted, lengths - 1) > 0)
+    return is_kept & (documents.trained_in(predicted, lengths - 1) > 0)
 
 
 def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:

@@ -7,7 +7,7 @@
 A window is skipped once, before the step that it names. Windows are counted in rows, because batch
 sizes may grow (`batch_sizes`). Each checkpoint holds the windows before its own step in its data
 position; a file of the run holds all of them, because a run may resume from a checkpoint older than
-a window. `continued` reconciles the two.
+a window. `resume` reconciles the two.
 
 `jaxmoe/run/rollback.py` decides which rows are skipped.
 """
@@ -52,7 +52,7 @@ class SkippedRows:
         """Return these windows and another one."""
         return _of([*self.windows, (step, rows)])
 
-    def continued(self, saved: SkippedRows, step: int) -> SkippedRows | None:
+    def resume(self, saved: SkippedRows, step: int) -> SkippedRows | None:
         """Return the windows of a run that resumes from a checkpoint.
 
         Args:

@@ -49,9 +49,9 @@ class DocumentSet:
         """Return the number of tokens that are predicted with a weight above 0."""
         if self.weights is None:
             return int(np.maximum(self.lengths - 1, 0).sum())
-        return int(self.trained(self.starts + 1, self.lengths - 1).sum())
+        return int(self.trained_in(self.starts + 1, self.lengths - 1).sum())
 
-    def trained(
+    def trained_in(
         self, starts: Int[np.ndarray, " ranges"], lengths: Int[np.ndarray, " ranges"]
     ) -> Int[np.ndarray, " ranges"]:
         """Return the tokens with a weight above 0 in ranges of the tokens.

@@ -106,7 +106,7 @@ class LanguageMixtureConfig(PartitionedConfig):
             for language in range(self.num_languages)
         )
         source = SyntheticSource(config=self, seed=seed, chains=chains)
-        return source if self.partition is None else source.partitioned(self.partition)
+        return source if self.partition is None else source.of_part(self.partition)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -198,7 +198,7 @@ class SyntheticSource:
         seed = self.seed if split == "train" else 0
         return Row(self._draw(split, seed, index, sequence_length))
 
-    def partitioned(self, part: str) -> SyntheticSource:
+    def of_part(self, part: str) -> SyntheticSource:
         """Return the source whose training rows are those of one part.
 
         Args:

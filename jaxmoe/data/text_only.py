@@ -108,7 +108,7 @@ class TextOnlyConfig(SourceKind):
 
     def with_tokenizer(self, path: pathlib.Path) -> TextOnlyConfig:
         """Return the config with a copy of its tokenizer.json, if it has one."""
-        return dataclasses.replace(self, tokenizer=copied(self.tokenizer, path))
+        return dataclasses.replace(self, tokenizer=copy_config(self.tokenizer, path))
 
     def build(self, seed: int = 0) -> TextOnly:
         """Read the tokenizer.
@@ -128,7 +128,7 @@ class TextOnlyConfig(SourceKind):
         return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()), is_imported=True)
 
 
-def copied(tokenizer: TokenizerConfig, path: pathlib.Path) -> TokenizerConfig:
+def copy_config(tokenizer: TokenizerConfig, path: pathlib.Path) -> TokenizerConfig:
     """Return the config of a copy of a tokenizer.json; the config itself without such a file.
 
     Args:

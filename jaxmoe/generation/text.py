@@ -278,7 +278,7 @@ def continue_texts(
             text.add(tokens)
         if all(text.is_done for text in texts):
             break
-    return [text.finished() for text in texts]
+    return [text.finish() for text in texts]
 
 
 def context_of(prompt: Sequence[int] | np.ndarray) -> list[int]:
@@ -343,7 +343,7 @@ class _Text:
                 self._sample = dataclasses.replace(self._sample, text=text)
                 self._on_sample(self._sample)
 
-    def finished(self) -> Sample:
+    def finish(self) -> Sample:
         """Return the sample, cut before a stop string."""
         text = self._decode()
         text = text[: first_stop(text, self._given.stop)]

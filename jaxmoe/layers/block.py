@@ -125,7 +125,7 @@ class Block(nn.Module):
         outputs = dataclasses.replace(outputs, losses=losses)
         return stream, self._observe(outputs, self.mixer.module_name, y, tokens)
 
-    def fed(self, stream: Stream) -> Array:
+    def feed_forward_input(self, stream: Stream) -> Array:
         """Return the normed activations [B S D] that the feed-forward reads.
 
         Args:

@@ -271,7 +271,7 @@ def _join(
 ) -> Observations:
     """Return the observations of several scans, each of so many layers, joined by name."""
 
-    def joined(kind: str, fill: float) -> dict[str, Array]:
+    def join_arrays(kind: str, fill: float) -> dict[str, Array]:
         names = dict.fromkeys(name for part in parts for name in getattr(part, kind))
         absent = [jnp.full((number,), fill, jnp.float32) for number in layers]
         return {
@@ -282,5 +282,7 @@ def _join(
         }
 
     return Observations(
-        sums=joined("sums", 0.0), counts=joined("counts", 0.0), peaks=joined("peaks", -jnp.inf)
+        sums=join_arrays("sums", 0.0),
+        counts=join_arrays("counts", 0.0),
+        peaks=join_arrays("peaks", -jnp.inf),
     )

@@ -62,7 +62,7 @@ def head_weight(params: dict[str, Any], model: ModelConfig) -> Float[Array, "D V
     weight = module["weight"]
     if "weight:down" in module:
         weight = LowRank(weight=weight, **{name: module[f"weight:{name}"] for name in FACTORS})
-        weight = weight.with_values(module.get(f"weight:{VALUES}")).merged()
+        weight = weight.with_values(module.get(f"weight:{VALUES}")).merge()
     return weight.T if model.has_tied_embeddings else weight
 
 

@@ -164,12 +164,12 @@ def choose_each(
     scaled = logits / jnp.where(is_greedy, 1.0, limits.temperature)[:, None]
     filters = (limits.top_k < logits.shape[-1]) | (limits.top_p < 1.0) | (limits.min_p > 0.0)
 
-    def filtered(scaled: Array) -> Array:
+    def filter_rows(scaled: Array) -> Array:
         return jax.vmap(lambda row, row_limits: filter_logits(row[None], row_limits)[0])(
             scaled, limits
         )
 
     needs_filters = jnp.any(filters & ~is_greedy)
-    scaled = jax.lax.cond(needs_filters, filtered, lambda scaled: scaled, scaled)
+    scaled = jax.lax.cond(needs_filters, filter_rows, lambda scaled: scaled, scaled)
     drawn = jax.vmap(lambda key, row: jax.random.categorical(key, row))(keys, scaled)
     return jnp.where(is_greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)

@@ -265,11 +265,11 @@ def train_only(
         return inner
 
     def init(params: Any) -> Any:
-        return inner.init(table.trained(params))
+        return inner.init(table.select_trained(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        held = None if params is None else table.trained(params)
-        steps, state = inner.update(table.trained(updates), state, held, **extra)
-        return table.merged(steps, jax.tree.map(jnp.zeros_like, updates)), state
+        held = None if params is None else table.select_trained(params)
+        steps, state = inner.update(table.select_trained(updates), state, held, **extra)
+        return table.merge(steps, jax.tree.map(jnp.zeros_like, updates)), state
 
     return type(inner)(init, update)

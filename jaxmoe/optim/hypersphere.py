@@ -33,7 +33,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.optim.matrices import Matrix, matrices_of, spelled
+from jaxmoe.optim.matrices import Matrix, matrices_of, spell_path
 from jaxmoe.optim.steps import (
     Number,
     Rate,
@@ -165,6 +165,7 @@ def _refuse_zero(path: Any, radius: Array, name: str) -> None:
     first = np.argwhere(np.asarray(radius) == 0.0)[0].tolist()
     which = f" (the first at {first} of {list(radius.shape)})" if radius.size > 1 else ""
     raise ValueError(
-        f"{spelled(path)} holds a matrix of zeros{which}, and {name} keeps the norm that a matrix"
+        f"{spell_path(path)} holds a matrix of zeros{which}, and {name} keeps the norm that a"
+        f" matrix"
         " begins with, so it would stay zero: initialise it, or give it to adamw"
     )

@@ -58,7 +58,7 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
             lambda path, leaf: _resolve(path, matrix_axes, leaf, optimizer), params
         )
     known, wanted = (
-        [spelled(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+        [spell_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
         for tree, is_leaf in ((matrix_axes, _is_axes_leaf), (params, _is_masked))
     )
     if known != wanted:
@@ -74,7 +74,7 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
     )
 
 
-def spelled(path: Any) -> str:
+def spell_path(path: Any) -> str:
     """Return the names from the root, joined by '/'."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the parameter"
 
@@ -105,7 +105,8 @@ def _resolve(path: Any, axes: Any, leaf: Any, optimizer: str) -> Matrix | optax.
     shape = leaf.shape
     if axes is None or _is_masked(axes) or len(shape) < 2:
         raise ValueError(
-            f"{optimizer} moves matrices, and {spelled(path)} of shape {shape} is none: give it to"
+            f"{optimizer} moves matrices, and {spell_path(path)} of shape {shape} is none: give"
+            f" it to"
             " adamw, with optax.partition({'adamw': adamw(...), ...}, labels)"
         )
     sides = [side if isinstance(side, tuple) else (side,) for side in axes]
@@ -114,7 +115,7 @@ def _resolve(path: Any, axes: Any, leaf: Any, optimizer: str) -> Matrix | optax.
     in_range = all(-ndim <= dim < ndim for dim in given)
     if not in_range or len({dim % ndim for dim in given}) < len(given):
         raise ValueError(
-            f"{spelled(path)} of shape {shape} has no matrix at the axes {axes}: give different"
+            f"{spell_path(path)} of shape {shape} has no matrix at the axes {axes}: give different"
             f" dimensions between {-ndim} and {ndim - 1}"
         )
     inputs, outputs = (tuple(dim % ndim for dim in side) for side in sides)

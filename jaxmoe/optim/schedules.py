@@ -60,7 +60,7 @@ class ScheduleBase:
 
         return factor
 
-    def fitted(self: Fitted, steps: int, fields: Collection[str] = ()) -> Fitted:
+    def fit(self: Fitted, steps: int, fields: Collection[str] = ()) -> Fitted:
         """Return the schedule with a warm-up that fits a run; unchanged if it fits already.
 
         Args:
@@ -123,7 +123,7 @@ class WarmupStableDecayConfig(ScheduleBase):
                 f"schedule.decay_fraction={self.decay_fraction} must lie above 0 and at most 1"
             )
 
-    def fitted(self, steps: int, fields: Collection[str] = ()) -> WarmupStableDecayConfig:
+    def fit(self, steps: int, fields: Collection[str] = ()) -> WarmupStableDecayConfig:
         """Return the schedule with a warm-up, or else a decay, that fits a run.
 
         Args:

@@ -164,7 +164,7 @@ def planned_step(plan: StepPlan) -> Any:
     """
     step = dataclasses.replace(plan, optimizer=trained_part(plan.model, plan.optimizer))
     step.check()
-    return step.jitted()
+    return step.jit_step()
 
 
 def trace_step(plan: StepPlan, mesh: AnyMesh) -> Any:

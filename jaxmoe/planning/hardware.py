@@ -62,7 +62,7 @@ class KernelRates:
         """FLOP/s of attention's backward pass, 2.5 times the FLOPs of the forward pass."""
         return 2.5 / (3.5 / self.attention_both - 1 / self.attention)
 
-    def scaled(self, flops: float, bandwidth: float) -> KernelRates:
+    def scale(self, flops: float, bandwidth: float) -> KernelRates:
         """Return the rates of a device with another multiple of FLOP/s and of bandwidth.
 
         Args:
@@ -138,7 +138,7 @@ class Chip:
     def kernel_rates(self) -> KernelRates:
         """What kernels reach, measured on an H100, of the peaks of this device."""
         h100 = CHIPS["h100"]
-        return H100_RATES.scaled(
+        return H100_RATES.scale(
             self.flops / h100.flops, self.memory_bandwidth / h100.memory_bandwidth
         )
 

@@ -78,7 +78,7 @@ def _state(plan: StepPlan) -> Iterator[HostTraffic]:
     if execution.optimizer_memory == "device":
         return
     state = abstract_state(plan, plan.mesh)
-    trained = plan.table.trained(state.params)
+    trained = plan.table.select_trained(state.params)
     leaves = jax.tree.leaves(state.opt_state)
     owners = state_owners(state.opt_state, trained)
     fetches = update_of(execution).fetches(plan.model, trained, execution)

@@ -273,7 +273,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     if chunks > 1:  # parameters at the stages of their chunks
         is_whole = execution.state_layout.gathered == "step"
         width = jnp.dtype(execution.precision.parameter_dtype).itemsize
-        values, size = (sizes.copied, sizes.itemsize) if is_whole else (sizes.local, width)
+        values, size = (sizes.copy_values, sizes.itemsize) if is_whole else (sizes.local, width)
         copies += sum(map(values, staged)) * size
     pipeline_counts = counts(execution.pipeline, stages, plan.accumulation, plan.paths)
     slots = (
@@ -338,7 +338,7 @@ def _copies(sizes: Sizes) -> float:
     if plan.execution.parameter_memory == "host":
         return 0.0
     if plan.execution.state_layout.gathered == "step":
-        return float(sum(map(sizes.copied, plan.table)) * sizes.itemsize)
+        return float(sum(map(sizes.copy_values, plan.table)) * sizes.itemsize)
     if sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize:
         return float(sum(map(sizes.local, _of_layers(plan))) * sizes.itemsize)
     return 0.0

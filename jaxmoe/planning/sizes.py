@@ -160,7 +160,7 @@ class Sizes:
         """Return the values of a parameter stored on one device."""
         return row.size // self.devices(self.axes_of(row))
 
-    def copied(self, row: ParameterSpec) -> int:
+    def copy_values(self, row: ParameterSpec) -> int:
         """Return the values on one device of the copy that layers read."""
         return row.size // self.devices(self.copied_axes(row))
 

@@ -67,24 +67,29 @@ class StepTime:
     """Seconds of optimiser state in files; its way through host memory is part of `host`."""
 
     @property
-    def waited(self) -> float:
+    def host_seconds(self) -> float:
         """Seconds of host memory and disk, which work at the same time."""
         return max(sum(self.host.values()), self.disk)
 
     @property
-    def communicated(self) -> float:
+    def all_communication(self) -> float:
         """Seconds of all communication in sequence."""
         return sum(self.communication.values())
 
     @property
     def step(self) -> float:
         """Seconds of a step."""
-        return max(self.compute, self.memory) + self.communicated - self.hidden + self.waited
+        return (
+            max(self.compute, self.memory)
+            + self.all_communication
+            - self.hidden
+            + self.host_seconds
+        )
 
     @property
-    def overlapped(self) -> float:
+    def overlap_bound(self) -> float:
         """Seconds with everything overlapped."""
-        return max(self.compute, self.memory, self.communicated, self.waited)
+        return max(self.compute, self.memory, self.all_communication, self.host_seconds)
 
 
 def predict_time(plan: StepPlan, chip: Chip) -> StepTime:

@@ -262,7 +262,7 @@ def _stages(sizes: Sizes) -> Iterator[Traffic]:
     width = jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     num_bytes = width * sum(map(sizes.local, staged))
     if is_whole:
-        num_bytes = sizes.itemsize * sum(map(sizes.copied, staged))
+        num_bytes = sizes.itemsize * sum(map(sizes.copy_values, staged))
     yield from _traffic(sizes, "chunks", axes, num_bytes, 1)
     trained = [row for row in staged if not row.is_frozen]
     yield from _traffic(sizes, "chunks", axes, 4.0 * sum(map(sizes.local, trained)), 1)

@@ -88,7 +88,7 @@ class StopRequest:
         with self._starting:
             self._before_steps = None
 
-    def agreed(self) -> Reason | None:
+    def agree(self) -> Reason | None:
         """Return the reason that any process has; every process must call it at the same step."""
         codes: tuple[Reason | None, ...] = (None, "preempted", "interrupted", "taken_over")
         return codes[agree(codes.index(self.reason))]

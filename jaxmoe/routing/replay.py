@@ -32,7 +32,7 @@ REPLAYED: Final = "replayed"
 that are among the router's own choice."""
 
 
-def replayed(
+def replay_experts(
     chosen: Int[Array, "T K"],
     recorded: Int[Array, "T K"],
     token_mask: Bool[Array, " T"],

@@ -62,7 +62,7 @@ def compile_steps(assembly: Assembly, first_step: int, state: TrainState) -> Com
         if end <= first_step:
             continue
         with jax.set_mesh(assembly.mesh):
-            step_function = assembly.workers.jitted(assembly.step(assembly.micro_batches(rows)))
+            step_function = assembly.workers.jit_step(assembly.step(assembly.micro_batches(rows)))
             batch = assembly.feed.batch(max(first, first_step))
             rows = batch.tokens.shape[0]
             if _has_int4(state):

@@ -361,7 +361,7 @@ class RunDirectory:
             return read_record(self.environment_file, dict)
         return None
 
-    def skipped(self) -> list[Any]:
+    def read_skipped(self) -> list[Any]:
         """Return the content of `skipped.json`; empty without a rollback; ValueError if damaged."""
         return self._read(self.skipped_file, list) if self.skipped_file.exists() else []
 

@@ -61,9 +61,9 @@ def make_hooks(
         assembly.held_out,
         every=config.evaluation.every,
         last_step=config.training.steps,
-        report=watches.reporter.evaluated,
+        report=watches.reporter.log_evaluation,
     )
-    hooks = [watches.timed(evaluation, EVALUATE), watches.timed(saving, CHECKPOINT)]
+    hooks = [watches.time_hook(evaluation, EVALUATE), watches.time_hook(saving, CHECKPOINT)]
     hooks += [hook for part in parts for hook in part.hooks(assembly, watches)]
     hooks += watches.hooks()
     if assembly.mesh.size > 1:

@@ -28,7 +28,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import cache_length
 from jaxmoe.models.transformer import forward
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.routing.telemetry.recording import record_router, recorded_ids
 from jaxmoe.routing.telemetry.trace import RoutingTrace
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.load import describe_precision
@@ -139,7 +139,7 @@ def record_trace(
     expert_ids = []
     for batch in batches:
         tokens = np.asarray(batch.tokens)
-        watched = dataclasses.replace(model, moe=recorded(moe, tokens.size))
+        watched = dataclasses.replace(model, moe=record_router(moe, tokens.size))
         statistics = router_statistics(watched, execution, params, router_state, batch)
         chosen = recorded_ids(jax.device_get(statistics))
         is_real = np.ones(tokens.size, bool)

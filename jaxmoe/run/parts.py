@@ -82,7 +82,7 @@ class RunPart:
         """
         return setting
 
-    def prepared(self, assembly: Assembly) -> Assembly:
+    def prepare(self, assembly: Assembly) -> Assembly:
         """Return plan, devices and data with which the run begins; the directory is held.
 
         Args:
@@ -106,7 +106,7 @@ class RunPart:
         del assembly
         return ()
 
-    def restored(self, begun: Begun) -> None:
+    def restore(self, begun: Begun) -> None:
         """Note the state that the run begins with, or goes on with after a rollback."""
 
     def join(self, begun: Begun, compile_step: Callable[[], None]) -> Begun:
@@ -157,7 +157,7 @@ class RunPart:
         """Return a reason to end the loop, the same on all processes; each asks at one step."""
         return None
 
-    def trained(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
+    def step_numbers(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
         """Return numbers to log with a step; only the first process calls this.
 
         Args:
@@ -170,7 +170,7 @@ class RunPart:
     def flush(self) -> None:
         """Write the records of the steps so far, unless another process holds the directory."""
 
-    def ended(self, step: int, status: str) -> None:
+    def end(self, step: int, status: str) -> None:
         """Finish what belongs to the loop; its state is still there.
 
         Args:
@@ -227,9 +227,9 @@ class StopOrEvent:
         """From now on a signal takes effect after a step."""
         self._stop.steps_begin()
 
-    def agreed(self) -> StopReason | None:
+    def agree(self) -> StopReason | None:
         """Return the first reason to end the loop; every process must call it at the same step."""
-        if reason := self._stop.agreed():
+        if reason := self._stop.agree():
             return reason
         for part in self._parts:
             if event := part.event():
@@ -269,7 +269,7 @@ class TimeLimit(RunPart):
         self._stop = stop
         self._end: float | None = None
 
-    def restored(self, begun: Begun) -> None:
+    def restore(self, begun: Begun) -> None:
         """Begin the time, unless this was a rollback."""
         del begun
         if self._end is None:
@@ -360,11 +360,11 @@ class PartRequest(RunPart):
             self._parts.append(part)
         return None
 
-    def ended(self, step: int, status: str) -> None:
+    def end(self, step: int, status: str) -> None:
         """Let a part answer a request that came too late for this loop."""
         if self._part is None and jax.process_index() == 0 and os.path.lexists(self._file):
             part = self._make()
-            part.ended(step, status)
+            part.end(step, status)
             part.close()
 
     def _make(self) -> RunPart:

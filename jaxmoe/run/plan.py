@@ -118,7 +118,7 @@ def make_plan(config: PretrainConfig) -> RunPlan:
     table = parameter_table(parameterization.model, parameterization, config.execution.axis_rules)
     schedule = config.schedule.build(training.steps)
     if training.batch_ramp is not None:
-        schedule = training.batch_ramp.scaled(schedule, training.batch_sizes)
+        schedule = training.batch_ramp.scale_schedule(schedule, training.batch_sizes)
     optimizer = config.replicas.adapt(config.optimizer, training.steps)
     return RunPlan(
         config=config,

@@ -88,7 +88,7 @@ def prepare(
     watchdog.beat("restoring")
     barrier("before restoring", config.processes.barrier)
     for part in parts:
-        assembly = part.prepared(assembly)
+        assembly = part.prepare(assembly)
     sources = [source for part in parts for source in part.sources()]
     config_of_run = dataclasses.replace(assembly.plan.config, model=assembly.plan.model)
     agrees = config_check(directory, config_of_run, extends)
@@ -102,7 +102,7 @@ def prepare(
     for part in parts:
         resources.callback(part.close)
     for part in parts:
-        part.restored(begun)
+        part.restore(begun)
     if record is not None:
         record()
         if begun.source is not None:

@@ -110,7 +110,7 @@ def check_packages(tracking: TrackingConfig) -> None:
 class StepRecorder(Protocol):
     """What a part of a run does with the metrics of steps (`jaxmoe.run.parts.RunPart`)."""
 
-    def trained(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
+    def step_numbers(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
         """Return numbers to log with a step."""
         ...
 
@@ -210,7 +210,7 @@ class Reporter:
         """Start the console; called before the first step."""
         self._console.start(self._first_step)
 
-    def trained(self, report: Report) -> None:
+    def log_steps(self, report: Report) -> None:
         """Log the metrics of consecutive training steps."""
         self._seconds += report.seconds
         self._tokens += sum(float(metrics.num_tokens) for metrics in report.metrics)
@@ -225,7 +225,7 @@ class Reporter:
             self.skipped += bool(metrics.is_skipped)
             if self._loads is not None:
                 for part in self._parts:
-                    values |= part.trained(step, metrics)
+                    values |= part.step_numbers(step, metrics)
             self.last.update(values)
             if self._loads is not None and metrics.load is not None:
                 load = np.asarray(metrics.load)
@@ -245,7 +245,7 @@ class Reporter:
         is_last = step == self._training.steps
         every = config.evaluation.every
         if is_last or (every and step % every == 0):
-            steps, series = recorder.sampled(LOAD_IMAGE_RECORDS)
+            steps, series = recorder.sample(LOAD_IMAGE_RECORDS)
             picture = load_image(steps, series["load"])
             self._files.log_image(step, "router/load_map", picture, LOAD_IMAGE_CAPTION)
         if not is_last and step % config.tracking.print_every:
@@ -255,7 +255,7 @@ class Reporter:
             self._files.log_histograms(step, histograms)
         return scalars
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Log a held-out loss."""
         values = {BITS_PER_TOKEN: evaluation.bits_per_token}
         if self._assembly.source.bytes_per_token is not None:
@@ -269,7 +269,7 @@ class Reporter:
         shown = ", ".join(f"{value:.4f} {labels[name]}" for name, value in values.items())
         self._console.log_text(step, "held out", shown)
 
-    def watched(self, step: int, values: Mapping[str, float]) -> None:
+    def log_numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Log further numbers of a step."""
         self.last.update(values)
         self._files.log(step, values)

@@ -25,7 +25,7 @@ import numpy as np
 from jaxmoe.checkpoint import CheckpointAbandonedError, CheckpointManager
 from jaxmoe.checkpoint.manifest import CheckpointManifest, CheckpointsLostError
 from jaxmoe.data import Loader, SkippedRows, check_position
-from jaxmoe.json_bounds import named
+from jaxmoe.json_bounds import name_file
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig
@@ -95,7 +95,7 @@ class Lineage:
             DataError: The checkpoint was trained on other data.
         """
         saved = SkippedRows.from_json(manifest.data.get("skipped", []))
-        skipped = self._skipped.continued(saved, manifest.step)
+        skipped = self._skipped.resume(saved, manifest.step)
         if skipped is None:
             raise CheckpointAbandonedError(
                 f"the checkpoint of step {manifest.step} has read rows that the run has jumped"
@@ -165,7 +165,7 @@ class Search:
         """What the run does with checkpoints."""
         return self.assembly.plan.config.checkpoint
 
-    def begun(
+    def with_data(
         self, step: int, state: TrainState, origin: str | None, source: LineageSource | None = None
     ) -> Begun:
         """Return a state with the data that follow it."""
@@ -197,7 +197,7 @@ def from_checkpoint(search: Search) -> Begun | None:
     if config.initial and search.assembly.plan.model.adapter is None:
         say(f"checkpoint.initial={config.initial} is ignored: the run continues")
     step, state = restored
-    return search.begun(step, state, f"step {step} from {checkpoints.directory}")
+    return search.with_data(step, state, f"step {step} from {checkpoints.directory}")
 
 
 def from_branch(search: Search) -> Begun | None:
@@ -206,7 +206,7 @@ def from_branch(search: Search) -> Begun | None:
         return None
     source, state = branched_state(search.assembly, search.shapes, search.lineage.check)
     origin = f"step {source.step} from {source.path}, of which this run is a branch"
-    return search.begun(source.step, state, origin, source)
+    return search.with_data(source.step, state, origin, source)
 
 
 def from_initial(search: Search) -> Begun | None:
@@ -214,7 +214,7 @@ def from_initial(search: Search) -> Begun | None:
     if search.config.initial is None:
         return None
     source, state = initial_state(search.assembly, search.assembly.new_state())
-    return search.begun(0, state, None, source)
+    return search.with_data(0, state, None, source)
 
 
 def first_state(assembly: Assembly) -> TrainState:
@@ -231,7 +231,7 @@ def first_state(assembly: Assembly) -> TrainState:
 
 def from_seed(search: Search) -> Begun | None:
     """Return a new state."""
-    return search.begun(0, search.assembly.new_state(), None)
+    return search.with_data(0, search.assembly.new_state(), None)
 
 
 PlacedSource = tuple[Place, Callable[[Search], Begun | None]]
@@ -257,8 +257,8 @@ def read_skipped(directory: RunDirectory) -> SkippedRows:
     """
 
     def read() -> SkippedRows:
-        windows = directory.skipped()
-        with named(directory.skipped_file):
+        windows = directory.read_skipped()
+        with name_file(directory.skipped_file):
             return SkippedRows.from_json(windows)
 
     failure = f"{directory.skipped_file} is damaged, as the first process saw"

@@ -29,7 +29,7 @@ from jaxmoe.configs import differences, to_json
 from jaxmoe.data import Source, SourceKind
 from jaxmoe.errors import ConfigurationError, configuration_errors
 from jaxmoe.generation.text import GenerationConfig, OnSample, continue_texts, encode_prompts
-from jaxmoe.messages import shown
+from jaxmoe.messages import show_messages
 from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run.assemble import Assembly
@@ -314,7 +314,7 @@ class Run:
     def _own_supervision(self) -> Generator[Supervision, None, None]:
         shows = self.config.tracking.console != "none"
         with (
-            shown() if shows else contextlib.nullcontext(),
+            show_messages() if shows else contextlib.nullcontext(),
             library_supervision(self.config.processes) as supervision,
         ):
             yield supervision

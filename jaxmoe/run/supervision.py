@@ -134,7 +134,7 @@ class Watches:
         self._outliers = {}
         self.reporter.on_mesh(assembly)
 
-    def timed(self, hook: Hook, kind: str) -> Hook:
+    def time_hook(self, hook: Hook, kind: str) -> Hook:
         """Return a hook whose time counts as `kind`.
 
         Args:
@@ -143,9 +143,9 @@ class Watches:
         """
         return _Timed(hook, self.spent, kind, self._note if kind == CHECKPOINT else None)
 
-    def trained(self, report: Report) -> None:
+    def report_steps(self, report: Report) -> None:
         """Pass a report on, compare the losses of workers, and record the goodput."""
-        self.reporter.trained(report)
+        self.reporter.log_steps(report)
         for step, metrics in zip(report.steps, report.metrics, strict=True):
             if metrics.worker_loss is not None:
                 self.compare(step, "loss", metrics.worker_loss, _LOSSES, "steps")

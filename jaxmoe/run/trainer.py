@@ -221,7 +221,7 @@ class Trainer:
                 if trace.start.is_due(step):
                     trace.start.run(step, state)
             resources.callback(assembly.feed.close)
-            assembly.feed.begin(reporter.watched, functools.partial(first_state, assembly))
+            assembly.feed.begin(reporter.log_numbers, functools.partial(first_state, assembly))
             reporter.start()
             resources.enter_context(self._stopwatch.on(LOOP))
             for part in self._parts:
@@ -233,7 +233,7 @@ class Trainer:
                 first_step=step,
                 last_step=config.training.steps,
                 hooks=hooks,
-                report=watches.trained,
+                report=watches.report_steps,
                 report_every=config.tracking.print_every,
                 max_skipped=config.training.max_skipped,
                 publish=assembly.workers.publish,
@@ -258,7 +258,7 @@ class Trainer:
         with jax.set_mesh(self._assembly.mesh):
             self._loop_resources.close()
         for part in self._parts:
-            part.ended(self._loop.step, cast(Status, self._loop.status))
+            part.end(self._loop.step, cast(Status, self._loop.status))
 
     def _move(self) -> None:
         """Go on with another mesh, to which the state is moved."""
@@ -294,7 +294,7 @@ class Trainer:
                 assembly, self._checkpoints, sources=sources, target=shapes
             )
         for part in self._parts:
-            part.restored(begun)
+            part.restore(begun)
             part.record(begun)
         if begun.step < self._compiled_from:
             self._watchdog.beat("compiling")

@@ -45,7 +45,13 @@ from jaxmoe.scaling.parameterization import (
     Parameterization,
     ParameterizationBase,
 )
-from jaxmoe.scaling.tables import RoleTable, check_exponents, fixed, table_of, with_multipliers
+from jaxmoe.scaling.tables import (
+    RoleTable,
+    check_exponents,
+    fixed_normal,
+    table_of,
+    with_multipliers,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +114,12 @@ def _table(options: CompletePConfig, rate: float, wider: float, deeper: float) -
     inner_rate = rate * deeper ** (options.residual_exponent - 1.0)
     inner_epsilon = 1.0 / (wider * deeper**options.residual_exponent)
     outer = dataclasses.replace(
-        fixed(options.matrix_std), learning_rate_multiplier=rate, epsilon_multiplier=1.0 / wider
+        fixed_normal(options.matrix_std),
+        learning_rate_multiplier=rate,
+        epsilon_multiplier=1.0 / wider,
     )
     hidden = dataclasses.replace(
-        fixed(options.matrix_std / math.sqrt(wider)),
+        fixed_normal(options.matrix_std / math.sqrt(wider)),
         learning_rate_multiplier=inner_rate / wider,
         weight_decay_multiplier=wider,
         epsilon_multiplier=inner_epsilon,

@@ -73,7 +73,7 @@ from jaxmoe.scaling.tables import (
     attention_scale,
     check_exponents,
     embedding_std,
-    fixed,
+    fixed_normal,
     table_of,
     with_multipliers,
     zero_start_rate,
@@ -225,11 +225,13 @@ def _roles(model: ModelConfig, options: MuPRule, rate: float, wider: float) -> R
         )
     else:
         inner |= {"learning_rate_multiplier": rate / wider}
-        hidden, router = (dataclasses.replace(row, **inner) for row in (KAIMING, fixed(HEAD_STD)))
+        hidden, router = (
+            dataclasses.replace(row, **inner) for row in (KAIMING, fixed_normal(HEAD_STD))
+        )
         zeros = Hyperparameters(**inner)
     return table_of(
-        embedding=dataclasses.replace(fixed(embedding_std(model)), **outer),
-        head=dataclasses.replace(fixed(HEAD_STD), **outer),
+        embedding=dataclasses.replace(fixed_normal(embedding_std(model)), **outer),
+        head=dataclasses.replace(fixed_normal(HEAD_STD), **outer),
         hidden=hidden,
         router=router,
         vectors=Hyperparameters(**outer),

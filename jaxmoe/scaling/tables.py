@@ -123,8 +123,8 @@ def sphere_table(
         )
 
     return table_of(
-        embedding=row(fixed(embedding_std(model)), outer),
-        head=row(fixed(head_std), outer, "adamh"),
+        embedding=row(fixed_normal(embedding_std(model)), outer),
+        head=row(fixed_normal(head_std), outer, "adamh"),
         hidden=row(start, inner, "muonh"),
         router=row(start, inner, "muonh"),
         vectors=row(Hyperparameters(), outer),
@@ -132,7 +132,7 @@ def sphere_table(
     )
 
 
-def fixed(std: float) -> Hyperparameters:
+def fixed_normal(std: float) -> Hyperparameters:
     """Return normal initial values with a standard deviation independent of any size."""
     return Hyperparameters(init_std=std, fan_in_power=0.0)
 

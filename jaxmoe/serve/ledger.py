@@ -38,11 +38,6 @@ class PageLedger:
         """Count new pages."""
         self.free -= count
 
-    def freed(self, pages: Iterable[int]) -> int:
-        """Return how many pages giving a table back would free."""
-        pool = self._pool
-        return sum(pool.references(page) + self._change.get(page, 0) == 1 for page in pages)
-
     def _count(self, page: int, by: int) -> int:
         self._change[page] = self._change.get(page, 0) + by
         return self._pool.references(page) + self._change[page]

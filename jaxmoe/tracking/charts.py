@@ -22,7 +22,7 @@ import numpy as np
 from jaxmoe.optional import require
 from jaxmoe.tracking.plots import figure_of_panels
 from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
-from jaxmoe.tracking.smoothing import smooth, thinned
+from jaxmoe.tracking.smoothing import smooth, thin_curve
 
 COLORS = 8
 """Number of line colours of the page; further curves repeat them."""
@@ -111,7 +111,7 @@ def line_chart(
     }
     curves = []
     for line in lines:
-        x, y = thinned(np.asarray(line.x, float), np.asarray(line.y, float))
+        x, y = thin_curve(np.asarray(line.x, float), np.asarray(line.y, float))
         curves.append((line, x, np.where((y > 0) if is_log else np.isfinite(y), y, np.nan)))
     values = np.concatenate([y for _, _, y in curves] + [np.array([*references.values()])])
     if not any(np.isfinite(y).any() for _, _, y in curves):

@@ -63,7 +63,7 @@ class HistoryRecorder:
             self._steps = self._steps[::2]
             self._rows = self._rows[::2]
 
-    def sampled(self, number: int) -> History:
+    def sample(self, number: int) -> History:
         """Return at most `number` of the records, evenly spaced, the newest included."""
         count = len(self._steps)
         chosen = np.unique(np.linspace(count - 1, 0, min(count, number)).round().astype(int))

@@ -139,7 +139,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def folded(label: str, content: str) -> str:
+def fold_content(label: str, content: str) -> str:
     """Return content that a click unfolds."""
     return f"<details><summary>{escape(label)}</summary>{content}</details>"
 

@@ -23,7 +23,7 @@ import zlib
 
 import numpy as np
 
-from jaxmoe.tracking.smoothing import binned, worst_of_groups
+from jaxmoe.tracking.smoothing import bin_means, worst_of_groups
 
 MAX_MAP_BYTES = 300_000
 """Bytes of the numbers behind the slider, before base64; one per step, layer and expert."""
@@ -207,7 +207,7 @@ def load_strips(steps: np.ndarray, load: np.ndarray) -> str:
     """
     _, layers, experts = load.shape
     bins = max(8, min(240, MAX_STRIP_BYTES // (layers * experts)))
-    _, ratio = binned(steps, load * experts, bins)
+    _, ratio = bin_means(steps, load * experts, bins)
     height = min(9.0 if layers <= 8 else 5.0, max(3.0, experts * 0.3))
     strips = []
     for layer in range(layers):
@@ -306,7 +306,7 @@ def load_image(steps: np.ndarray, load: np.ndarray) -> np.ndarray:
         the one of its neighbours that is farthest from the fair share.
     """
     _, layers, experts = load.shape
-    _, ratio = binned(steps, load * experts)
+    _, ratio = bin_means(steps, load * experts)
     bins = len(ratio)
     rows = max(1, min(experts, MAX_IMAGE_ROWS // layers))
     worst = worst_of_groups(ratio.reshape(bins * layers, experts), rows).reshape(bins, layers, -1)

@@ -31,7 +31,7 @@ from jaxmoe.optional import require
 from jaxmoe.tracking.history import read_router_load
 from jaxmoe.tracking.jsonl import read_metrics
 from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
-from jaxmoe.tracking.smoothing import binned, smooth
+from jaxmoe.tracking.smoothing import bin_means, smooth
 from jaxmoe.tracking.tracker import (
     ANSWER_LENGTH,
     BITS_PER_BYTE,
@@ -156,7 +156,7 @@ def plot_router_load(path: str | os.PathLike[str], steps: np.ndarray, load: np.n
     """
     colors = require("matplotlib.colors")
     _, layers, experts = load.shape
-    edges, ratio = binned(steps, load * experts)
+    edges, ratio = bin_means(steps, load * experts)
     columns = min(layers, max(2, math.ceil(math.sqrt(layers / 2))), 6)
     rows = math.ceil(layers / columns)
     width = 2.6 + (9.0 if columns == 1 else 4.2 if columns == 2 else 3.0) * columns

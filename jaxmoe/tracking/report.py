@@ -156,7 +156,7 @@ def write_report(
     sections.append(html_page.section("All numbers", html_page.fields(summary)))
     if config is not None:
         text = f"<pre>{html_page.escape(json.dumps(config, indent=2))}</pre>"
-        folded = html_page.folded("All fields", text)
+        folded = html_page.fold_content("All fields", text)
         sections.append(html_page.section("Configuration", folded))
     sections.append(html_page.section("Terms", html_page.table(("term", "meaning"), TERMS.items())))
     description = _about(summary)

@@ -24,7 +24,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
-def binned(
+def bin_means(
     steps: np.ndarray, values: np.ndarray, max_bins: int = 240
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return means in bins of equal length in steps; an empty bin repeats the previous one.
@@ -49,7 +49,9 @@ def binned(
     return edges, means
 
 
-def thinned(x: np.ndarray, y: np.ndarray, max_points: int = 600) -> tuple[np.ndarray, np.ndarray]:
+def thin_curve(
+    x: np.ndarray, y: np.ndarray, max_points: int = 600
+) -> tuple[np.ndarray, np.ndarray]:
     """Return fewer points of a curve: the lowest and highest of each stretch, and both ends.
 
     Args:

@@ -78,7 +78,7 @@ class BatchRampConfig:
         small = [(i * length, batch_size >> (self.stages - i)) for i in range(self.stages)]
         return BatchSizes((*small, (self.stages * length, batch_size)))
 
-    def scaled(self, schedule: Schedule, sizes: BatchSizes) -> Schedule:
+    def scale_schedule(self, schedule: Schedule, sizes: BatchSizes) -> Schedule:
         """Return the schedule multiplied by the law of the batch size.
 
         Args:

@@ -144,7 +144,7 @@ def compute_gradients(
     def loss_of(
         trained: Any, view: View | None = None
     ) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
-        params = trained if table is None else table.merged(trained, state.params)
+        params = trained if table is None else table.merge(trained, state.params)
         nll, rows, output = _forward(
             step, params, state, micro, whole, has_rows=step.reads_rows, view=view
         )
@@ -161,7 +161,7 @@ def compute_gradients(
         observations = unite(output.observations, head)
         return loss + sum(losses.values()), (loss, losses, output.statistics, observations, rows)
 
-    trained = state.params if table is None else table.trained(state.params)
+    trained = state.params if table is None else table.select_trained(state.params)
     grads, extra_args, (loss, losses, *aside) = backward.differentiate(
         step, loss_of, trained, micro.batch
     )

@@ -54,7 +54,7 @@ class Stop(Protocol):
         """Called once, before the first step."""
         ...
 
-    def agreed(self) -> StopReason | None:
+    def agree(self) -> StopReason | None:
         """Return the reason to stop, the same on all processes; each asks at the same step."""
         ...
 
@@ -162,7 +162,7 @@ class Loop:
         asks = self._asks_alone or self.step % self._report_every == 0
         with self._stopwatch.on(WAIT):  # hooks and signals may need a collective
             due = [hook for hook in self._hooks if hook.is_due(self.step)]
-            reason = self._stop.agreed() if asks else None
+            reason = self._stop.agree() if asks else None
         if reason == "taken_over":  # another process owns the files
             self.status = reason
             return None

@@ -51,13 +51,13 @@ class OneWorker:
     def check(self) -> None:
         """Refuse what cannot be trained so, before anything is compiled."""
 
-    def jitted(self, step: Step) -> CheckedStep:
+    def jit_step(self, step: Step) -> CheckedStep:
         """Return the jitted step of the run; it donates its state.
 
         Args:
             step: Step of the whole batch, or of one worker.
         """
-        return step.jitted()
+        return step.jit_step()
 
     def begin(self, state: TrainState) -> TrainState:
         """Return a state without workers as that of equal workers, if there are any.

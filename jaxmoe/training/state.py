@@ -131,9 +131,9 @@ def state_around(
     if optimizer is not None:
         if model.adapter is not None:
             estimator_state = jax.random.fold_in(key, 3)
-            params = model.adapter.begun(params, model.layer_numbers, estimator_state)
+            params = model.adapter.begin(params, model.layer_numbers, estimator_state)
         optimizer = trained_part(model, optimizer)
-        trained = params if model.adapter is None else parameter_table(model).trained(params)
+        trained = params if model.adapter is None else parameter_table(model).select_trained(params)
         trained = jax.device_put(trained, jax.memory.Space.Device)
         start = Start(model, execution, params, trained=trained, key=key)
         states = init_parts((*model_parts(model), *parts), start)

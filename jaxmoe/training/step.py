@@ -164,9 +164,9 @@ class Step:
         gradients = self.begin(state, batch, first_row)
         return self.finish(state, gradients)
 
-    def jitted(self) -> CheckedStep:
+    def jit_step(self) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state."""
-        return self.updater.jitted(self)
+        return self.updater.jit_step(self)
 
     def begin(self, state: TrainState, batch: Batch, first_row: Any = 0) -> StepGradients:
         """Return the gradients of a step after its parts; arguments as of a call."""
@@ -183,11 +183,11 @@ class Step:
             state: State before the step.
             gradients: Sums over the batch.
         """
-        clipped = self.clipped(gradients.summed.grads)
+        clipped = self.clip_gradients(gradients.summed.grads)
         update = update_params(self, state, gradients.summed, clipped)
-        return self.guarded(state, gradients, clipped, update)
+        return self.guard_update(state, gradients, clipped, update)
 
-    def clipped(self, grads: Any) -> Clipped:
+    def clip_gradients(self, grads: Any) -> Clipped:
         """Return gradients with a norm of at most `clip`; those in host memory stay as they are."""
         norm = global_norm(grads)
         scale = jnp.ones(())
@@ -209,7 +209,7 @@ class Step:
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
         return jnp.isfinite(loss) & jnp.isfinite(norm) & (norm.astype(limit.dtype) <= limit)
 
-    def guarded(
+    def guard_update(
         self,
         state: TrainState,
         gradients: StepGradients,
@@ -295,4 +295,4 @@ def make_train_step(
         clip=clip,
         **fields,
     )
-    return step.jitted()
+    return step.jit_step()

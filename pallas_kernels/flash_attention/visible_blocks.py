@@ -9,8 +9,8 @@ The lowest and highest position and segment of both blocks decide:
     WHOLE    every query sees every key          the kernel needs no mask
 
 The bounds are exact for a causal mask, a window and sorted documents, and safe for any order: a
-pair is at worst MASKED without need. `listed` turns the kinds into lists with the WHOLE blocks
-first: a kernel runs through them without a mask, then through the MASKED ones with it.
+pair is at worst MASKED without need. `list_visible` turns the kinds into lists with the WHOLE
+blocks first: a kernel runs through them without a mask, then through the MASKED ones with it.
 
 Where no token is a JAX array, numpy makes the lists at trace time, and they are constants of the
 program. They hold one number per pair of blocks, S U / (block_q block_k).
@@ -95,7 +95,7 @@ def kinds_of_blocks(
     return np_or_jnp.where(is_hidden, HIDDEN, kinds).astype(np.int32)
 
 
-def listed(kinds: Any) -> BlockLists:
+def list_visible(kinds: Any) -> BlockLists:
     """Return the lists for dimension 1 of `kinds`; swap dimensions 1 and 2 for the other side."""
     np_or_jnp = np if isinstance(kinds, np.ndarray) else jnp
     order = np_or_jnp.argsort(-kinds, axis=2, stable=True)

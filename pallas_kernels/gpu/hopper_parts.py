@@ -37,7 +37,7 @@ MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200 in a server."""
 
 
-def shared(shape: tuple[int, ...], dtype: Any) -> Any:
+def shared_memory(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory in the arrangement that TMA writes and WGMMA reads."""
     line = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(128))
@@ -54,7 +54,7 @@ class Registers:
 
     is_interpreted: bool
 
-    def arranged(self, x: Array) -> Array:
+    def arrange(self, x: Array) -> Array:
         """Cast a matrix, or one number per row, to the arrangement of WGMMA."""
         if self.is_interpreted:
             return x
@@ -63,11 +63,11 @@ class Registers:
 
     def constant(self, shape: tuple[int, ...], value: float) -> Array:
         """Return a constant matrix, or one constant per row."""
-        return self.arranged(jnp.full(shape, value, jnp.float32))
+        return self.arrange(jnp.full(shape, value, jnp.float32))
 
     def index(self, shape: tuple[int, int], axis: int) -> Array:
         """Return the row or column index of every element."""
-        return self.arranged(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
+        return self.arrange(jax.lax.broadcasted_iota(jnp.int32, shape, axis))
 
     def load(self, ref: Any, axis: int) -> Array:
         """Load a vector along rows (axis 0) or columns (1), from global or shared memory."""
@@ -121,7 +121,7 @@ class Registers:
             return tuple(total + x for total, x in zip(totals, products, strict=True))
         return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in totals)))
 
-    def widened(self, ref: Any, dtype: Any) -> Array:
+    def widen(self, ref: Any, dtype: Any) -> Array:
         """Return a matrix of 8 or 4 bits in shared memory as exact floating values."""
         if self.is_interpreted:
             return ref[...].astype(dtype)
@@ -350,7 +350,7 @@ class Stores:
                     start = start + jnp.where(has_copy, size, 0)
 
 
-def filled(x: Array, *multiples: int) -> Array:
+def fill_zeros(x: Array, *multiples: int) -> Array:
     """Pad with zeros, so that every size is a multiple."""
     more = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, [(0, size) for size in more]) if any(more) else x

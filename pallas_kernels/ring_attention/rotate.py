@@ -56,7 +56,7 @@ def rotate_keys(
             tokens = shards.block_tokens(ids, ring, step, rank)
         parcels = shards.key_parcels(ring, step, local, remote) + passengers(step)
         results, arrived = compute(step, keys, tokens, parcels)
-        arrived, results = shards.paced(arrived, results)
+        arrived, results = shards.pace(arrived, results)
         incoming = iter(arrived)
         remote = shards.arrived_keys(ring, step, incoming)
         absorb(step, results, incoming)

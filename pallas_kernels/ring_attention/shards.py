@@ -209,7 +209,7 @@ def add(total: Cut, route: int, piece: int, more: Array) -> None:
     total[route][piece] = more if so_far is None else so_far + more
 
 
-def paced(arrived: tuple[Array, ...], results: Any) -> tuple[tuple[Array, ...], Any]:
+def pace(arrived: tuple[Array, ...], results: Any) -> tuple[tuple[Array, ...], Any]:
     """Return the same values behind a barrier, so that a hop waits for the step before it.
 
     Without it all hops could run first, with the keys of every owner in memory at once.

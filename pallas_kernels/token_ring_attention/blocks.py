@@ -123,7 +123,7 @@ class QueryBlock(NamedTuple):
         (q_positions, kv_positions), (q_segment_ids, kv_segment_ids) = sides
         return Tokens(q_positions, kv_positions, q_segment_ids, kv_segment_ids)
 
-    def merged(self, state: SoftmaxState) -> list[SoftmaxState]:
+    def merge(self, state: SoftmaxState) -> list[SoftmaxState]:
         """Return the softmax states of the pieces of the queries, in float32."""
         if self.visits == "halves":
             return list(half_blocks.merge_queries(state, self.is_earlier))

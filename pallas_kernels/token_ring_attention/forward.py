@@ -65,7 +65,7 @@ def _results(q: Array, ring: QueryRing) -> Results:
 
     def by_piece(step: int, state: SoftmaxState) -> list[SoftmaxState]:
         if step > 0:
-            return QueryBlock.at(ring, step).merged(state)
+            return QueryBlock.at(ring, step).merge(state)
         outs = jnp.split(state.out.astype(jnp.float32), pieces, axis=1)
         lses = jnp.split(state.lse, pieces, axis=2)
         return [SoftmaxState(*piece) for piece in zip(outs, lses, strict=True)]

@@ -77,7 +77,7 @@ class AllToAllConfig(Dispatcher):
             axes=outgoing.axes,
             transport=self.transport,
         )
-        return sent.dispatched(outgoing.weights, outgoing.none_dropped())
+        return sent.dispatch_results(outgoing.weights, outgoing.none_dropped())
 
     def transport_choice(self) -> TransportChoice:
         """Return the transport of rows between devices and its reason."""

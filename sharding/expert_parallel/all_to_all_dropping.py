@@ -87,7 +87,7 @@ class AllToAllDroppingConfig(Dispatcher):
             transport=self.transport,
         )
         dropped = loads(expert_ids, num_experts) - loads(is_kept, num_experts)
-        return sent.dispatched(outgoing.weights, dropped.astype(jnp.float32))
+        return sent.dispatch_results(outgoing.weights, dropped.astype(jnp.float32))
 
     def transport_choice(self) -> TransportChoice:
         """Return the transport of rows between devices and its reason."""

@@ -58,7 +58,7 @@ class TokenMoves(abc.ABC):
         """
 
     @abc.abstractmethod
-    def carried(
+    def carry_tokens(
         self, expert_ids: Int[Array, "T K"], num_experts: int, axes: ExpertAxes
     ) -> Int[Array, " T"]:
         """Return what the next MoE layer is told of each token; arguments as of `measures`."""
@@ -114,6 +114,6 @@ class TokenRoute(abc.ABC):
             layer: Number among the MoE layers.
             token_ids: Vocabulary ids.
             token_mask: False for padding.
-            below: `TokenMoves.carried` of the MoE layer below; -1 for none.
+            below: `TokenMoves.carry_tokens` of the MoE layer below; -1 for none.
             num_devices: Devices of the expert axes.
         """

@@ -92,7 +92,7 @@ class Exchanged:
     undo: Callable[[Float[Array, "R D"]], Float[Array, "A D"]]
     """Returns outputs to their senders, 0 for empty slots."""
 
-    def dispatched(self, weights: Any, dropped: Float[Array, " E"]) -> Dispatched:
+    def dispatch_results(self, weights: Any, dropped: Float[Array, " E"]) -> Dispatched:
         """Return what a dispatcher that sends rows returns.
 
         Args:

@@ -337,10 +337,6 @@ class Schedule:
         """Return for each stage the largest number of chunk inputs that it keeps at once."""
         return tuple(most_at_once(self.input_stays(stage)) for stage in range(self.stages))
 
-    def deferred(self) -> tuple[int, ...]:
-        """Return for each stage the largest number of W that wait at once."""
-        return tuple(most_at_once(self.deferred_stays(stage)) for stage in range(self.stages))
-
     def _visits(self, stage: int) -> Iterator[tuple[int, int, int]]:
         """Yield (group, chunk, micro-batch) of all that passes through a stage."""
         for chunk, micro in itertools.product(range(self.chunks), range(self.micro_batches)):

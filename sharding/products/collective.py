@@ -43,7 +43,7 @@ class TensorProductsConfig(abc.ABC):
     """Whether a product is taken in parts of its rows."""
 
     @abc.abstractmethod
-    def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
+    def gather_products(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
         """Return products of rows that are split over mesh axes; inside a region.
 
         Args:
@@ -53,7 +53,9 @@ class TensorProductsConfig(abc.ABC):
         """
 
     @abc.abstractmethod
-    def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
+    def scatter_products(
+        self, hidden: Array, names: Names, multiply: Callable[[Array], Array]
+    ) -> Array:
         """Return the rows of this device of a product that is summed over mesh axes.
 
         Args:
@@ -70,11 +72,13 @@ class WholeProductsConfig(TensorProductsConfig):
     name: ClassVar[str] = "whole"
     cuts_rows: ClassVar[bool] = False
 
-    def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
+    def gather_products(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
         """Return the product of all rows, gathered first."""
         return multiply(jax.lax.all_gather(x, names, axis=1, tiled=True))
 
-    def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
+    def scatter_products(
+        self, hidden: Array, names: Names, multiply: Callable[[Array], Array]
+    ) -> Array:
         """Return the rows of this device of one product of all rows."""
         return jax.lax.psum_scatter(multiply(hidden), names, scatter_dimension=1, tiled=True)
 
@@ -86,7 +90,7 @@ class RingProductsConfig(TensorProductsConfig):
     name: ClassVar[str] = "ring"
     cuts_rows: ClassVar[bool] = True
 
-    def gathered(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
+    def gather_products(self, x: Array, names: Names, multiply: Callable[[Array], Any]) -> Any:
         """Return the products of the rows of one device after the other."""
         devices = jax.lax.axis_size(names)
         rank = jax.lax.axis_index(names)
@@ -108,7 +112,9 @@ class RingProductsConfig(TensorProductsConfig):
             x = following
         return result
 
-    def scattered(self, hidden: Array, names: Names, multiply: Callable[[Array], Array]) -> Array:
+    def scatter_products(
+        self, hidden: Array, names: Names, multiply: Callable[[Array], Array]
+    ) -> Array:
         """Return the rows of this device, whose sum travels from device to device."""
         devices = jax.lax.axis_size(names)
         rank = jax.lax.axis_index(names)

@@ -58,7 +58,7 @@ class Mix(abc.ABC):
         """
 
     @abc.abstractmethod
-    def added(self, x: Array, down: Array, up: Array) -> Array:
+    def additions(self, x: Array, down: Array, up: Array) -> Array:
         """Return the additions for the activations of one device, f32.
 
         Args:
@@ -148,7 +148,7 @@ class LowRank:
         up = (*axes[: self.num_batch], None, *axes[inputs:])
         return LowRank(weight=weight, down=(*axes[:inputs], None), up=up, scale=())
 
-    def merged(self) -> Array:
+    def merge(self) -> Array:
         """Return W + s A B in the dtype of W, a floating array.
 
         Raises:
@@ -170,7 +170,7 @@ class LowRank:
         added = self.scale * product
         return (self.weight.astype(jnp.float32) + added).astype(self.weight.dtype)
 
-    def added(self, y: Array, x: Array) -> Array:
+    def additions(self, y: Array, x: Array) -> Array:
         """Return x W + s (x A) B of one device, with the inputs of the matrix last in x.
 
         Args:
@@ -185,7 +185,7 @@ class LowRank:
                     f"additions are mixed for rows of {rows} tokens, and this product takes"
                     f" {x.shape[:2]} of them at a time: set execution.tensor_products to whole"
                 )
-            return y + (self.scale * mix.added(x, self.down, self.up)).astype(y.dtype)
+            return y + (self.scale * mix.additions(x, self.down, self.up)).astype(y.dtype)
         inputs = self.down.ndim - 1
         summed = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
         narrow = jax.lax.dot_general(

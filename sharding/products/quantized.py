@@ -78,7 +78,7 @@ def quantized_einsum(
             " first term, first in the second, and nowhere else"
         )
     rows = x.reshape(-1, math.prod(x.shape[len(row_letters) :]))
-    matrix = flattened(weight, len(summed))
+    matrix = flatten_matrix(weight, len(summed))
     if isinstance(weight, QuantizedArray) and activations is not None:
         rows = quantize(rows, activations, axis=-1)
     out = quantized_matmul(rows, matrix, out_dtype=dtype)
@@ -109,11 +109,13 @@ def quantized_groups(
         rounded = quantize(rows, activations, axis=-1)
         if activations == "int4":  # grouped kernels read rows in 8 bits
             rounded = dataclasses.replace(rounded, values=rounded.values.astype(jnp.int8))
-        return grouped_matmul(rounded, flattened(weight, 1, num_batch=1), group_sizes, **options)
-    return grouped_matmul(rows, flattened(weight, 1, num_batch=1), group_sizes, **options)
+        return grouped_matmul(
+            rounded, flatten_matrix(weight, 1, num_batch=1), group_sizes, **options
+        )
+    return grouped_matmul(rows, flatten_matrix(weight, 1, num_batch=1), group_sizes, **options)
 
 
-def flattened(weight: Quantized, num_summed: int, num_batch: int = 0) -> Quantized:
+def flatten_matrix(weight: Quantized, num_summed: int, num_batch: int = 0) -> Quantized:
     """Return a quantised matrix flattened to one dimension that is summed over and one that is not.
 
     Args:
@@ -125,7 +127,7 @@ def flattened(weight: Quantized, num_summed: int, num_batch: int = 0) -> Quantiz
         ValueError: Scales are along another dimension.
     """
     if isinstance(weight, MixedArray):
-        inner = flattened(weight.weights, num_summed, num_batch)
+        inner = flatten_matrix(weight.weights, num_summed, num_batch)
         return dataclasses.replace(weight, weights=inner)
     last = num_batch + num_summed - 1
     if weight.axis is None or weight.ndim + weight.axis != last:

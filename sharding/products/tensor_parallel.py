@@ -77,7 +77,7 @@ class Product:
         if self.encoded is not None:
             return self.encoded.project(x, weight, self.dtype)
         if isinstance(weight, LowRank):
-            return weight.added(self.of(x, weight.weight, placement), x)
+            return weight.additions(self.of(x, weight.weight, placement), x)
         product = partial(placement.einsum, self.subscripts, axes=(), dtype=self.dtype)
         if isinstance(weight, WrappedMatrix):
             return weight.multiply(product, x)
@@ -112,7 +112,7 @@ def out_of_stream(
         def multiply(x: Array) -> dict[str, Array]:
             return {name: p.of(x, weights[name], placement) for name, p in products.items()}
 
-        return form.gathered(x, names, multiply) if names else multiply(x)
+        return form.gather_products(x, names, multiply) if names else multiply(x)
 
     region = placement.region(
         run,
@@ -176,7 +176,7 @@ def into_stream(
         def multiply(hidden: Array) -> Array:
             return product.of(hidden, weight, placement)
 
-        y = form.scattered(hidden, names, multiply) if names else multiply(hidden)
+        y = form.scatter_products(hidden, names, multiply) if names else multiply(hidden)
         return jax.lax.psum(y, axes) if axes else y
 
     region = placement.region(run, in_axes=(product.spread_axes, product.entry), out_axes=_STREAM)

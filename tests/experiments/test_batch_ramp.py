@@ -100,7 +100,7 @@ def test_a_run_stopped_in_mid_ramp_continues_exactly(whole, tmp_path, monkeypatc
         return "preempted" if len(asked) == 1 else None
 
     with monkeypatch.context() as patch:
-        patch.setattr(stop.StopRequest, "agreed", agreed)
+        patch.setattr(stop.StopRequest, "agree", agreed)
         arguments = [*SMALL, "--run.directory", str(directory)]
         assert pretrain.main(arguments) == ExitCode.PREEMPTED
     assert json.loads((directory / "summary.json").read_text())["tokens"] == 8 * 8

@@ -218,7 +218,7 @@ def test_serve_answers_as_transformers_does(tmp_path, capsys):
 
 @pytest.mark.large
 def test_kernels(tmp_path, capsys, monkeypatch):
-    unmeasured = {"product_limits": {"memory": 1e9}, "products": bench_products.unmeasured()}
+    unmeasured = {"product_limits": {"memory": 1e9}, "products": bench_products.hopper_rows()}
     monkeypatch.setattr(bench_products, "products", lambda *_: unmeasured)
     small = ("--rows", "64", "--groups", "4", "--width", "8", "--hidden", "6", "--rounds", "1")
     lengths = ("--lengths", "16", "--memory_lengths", "16", "32")
@@ -281,7 +281,7 @@ def test_refused_candidate_is_a_row(monkeypatch, one_of_each):
 
 
 def test_published_widths():
-    olmoe, qwen = bench_products.published()
+    olmoe, qwen = bench_products.accelerator_widths()
     assert (olmoe.width, olmoe.hidden, olmoe.groups) == (2048, 2048, 64)
     assert (qwen.width, qwen.hidden, qwen.groups) == (2048, 1536, 128)
 

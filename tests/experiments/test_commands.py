@@ -200,9 +200,9 @@ def test_a_fitted_schedule_can_be_built(steps):
         WarmupStableDecayConfig(warmup_steps=20, decay_fraction=1.0),
         WarmupStableDecayConfig(warmup_steps=20, decay_fraction=0.01),
     ):
-        fitted = config.fitted(steps)
+        fitted = config.fit(steps)
         fitted.build(steps)
-        assert fitted.fitted(steps) is fitted
+        assert fitted.fit(steps) is fitted
 
 
 def test_help_of_a_config_shows_its_fields_with_their_texts():

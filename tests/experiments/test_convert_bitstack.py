@@ -14,7 +14,7 @@ from experiments import evaluate, generate
 from experiments.checkpoint import __main__ as checkpoint
 from experiments.checkpoint.bitstack import parse_bytes
 from experiments.cli.flags import ExitCode
-from jaxmoe.contrib.few_bits.bitstack import BitStack, expanded, prefix, stacked_rows
+from jaxmoe.contrib.few_bits.bitstack import BitStack, expand, prefix, stacked_rows
 from jaxmoe.models.quantize import stored_bytes
 from jaxmoe.run import Run
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
@@ -93,7 +93,7 @@ def test_a_cut_run_holds_the_first_blocks_and_loads_as_their_sum(converted):
         value = state.params
         for name in path.split("/"):
             value = value[name]
-        assert (np.asarray(value) == np.asarray(expanded(row, wanted, jnp.float32))).all()
+        assert (np.asarray(value) == np.asarray(expand(row, wanted, jnp.float32))).all()
         places = whole[path].blocks.places.tolist()
         sizes.update(dict.fromkeys(places, one_block(whole[path])))
     bytes_left = budget - summary["parameter_bytes"]

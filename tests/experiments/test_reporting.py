@@ -55,8 +55,8 @@ def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, ca
     monkeypatch.setattr(reporting, "model_flops_utilization", lambda *_: 0.25)
     directory = RunDirectory(tmp_path)
     reporter = Reporter("r", directory, assembly, 0)
-    reporter.trained(report(1, 4, 8.0))
-    reporter.trained(report(5, 6, 1.0))
+    reporter.log_steps(report(1, 4, 8.0))
+    reporter.log_steps(report(5, 6, 1.0))
     reporter.close()
     reporter.close()
     assert "mfu=25.0%" in capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, ca
     assert reporter.mfu == 0.25 and reporter.trained_seconds == 9.0
     # Saved at step 4, and started again from there: the seconds of 5 and 6 are spent anew.
     resumed = Reporter("r", directory, assembly, 4)
-    resumed.trained(report(5, 5, 3.0))
+    resumed.log_steps(report(5, 5, 3.0))
     resumed.close()
     series = read_metrics(directory.metrics_file)
     assert series[TRAINED_SECONDS][1].tolist() == [2.0, 4.0, 6.0, 8.0, 11.0]
@@ -85,7 +85,7 @@ def test_the_rate_is_that_of_the_hidden_matrices(assembly, tmp_path, capsys):
     plan = make_plan(dataclasses.replace(config, parameterization=rule, base=base))
     directory = RunDirectory(tmp_path)
     reporter = Reporter("r", directory, dataclasses.replace(assembly, plan=plan), 0)
-    reporter.trained(report(1, 1, 1.0))
+    reporter.log_steps(report(1, 1, 1.0))
     reporter.close()
     wanted = 0.5 * config.optimizer.learning_rate * float(plan.schedule(jnp.int32(0)))
     assert read_metrics(directory.metrics_file)["train/learning_rate"][1] == pytest.approx([wanted])
@@ -94,13 +94,13 @@ def test_the_rate_is_that_of_the_hidden_matrices(assembly, tmp_path, capsys):
 def test_a_resumed_run_knows_its_last_held_out_loss(assembly, tmp_path, capsys):
     directory = RunDirectory(tmp_path)
     reporter = Reporter("r", directory, assembly, 0)
-    reporter.trained(report(1, 4, 8.0))
-    reporter.evaluated(4, Evaluation(nats_per_token=1.5 * math.log(2.0), num_tokens=64))
-    reporter.trained(report(5, 5, 1.0))
-    reporter.evaluated(5, Evaluation(nats_per_token=1.0, num_tokens=64))
+    reporter.log_steps(report(1, 4, 8.0))
+    reporter.log_evaluation(4, Evaluation(nats_per_token=1.5 * math.log(2.0), num_tokens=64))
+    reporter.log_steps(report(5, 5, 1.0))
+    reporter.log_evaluation(5, Evaluation(nats_per_token=1.0, num_tokens=64))
     reporter.close()
     resumed = Reporter("r", directory, assembly, 4)
-    resumed.trained(report(5, 5, 3.0))
+    resumed.log_steps(report(5, 5, 3.0))
     resumed.close()
     assert resumed.last[BITS_PER_TOKEN] == pytest.approx(1.5)
     printed = capsys.readouterr().out
@@ -120,8 +120,8 @@ def test_a_run_that_goes_back_records_its_steps_anew(assembly, tmp_path, capsys)
         is_skipped=np.bool_(True),
         skipped_in_a_row=np.int32(1),
     )
-    reporter.trained(report(1, 2, 1.0))
-    reporter.trained(dataclasses.replace(refused, metrics=(bad,)))
+    reporter.log_steps(report(1, 2, 1.0))
+    reporter.log_steps(dataclasses.replace(refused, metrics=(bad,)))
     text = "the gradient norm is above 15, the bound that recent steps set (loss 2, gradient norm"
     assert f"warning at step 3: {text} 90)" in capsys.readouterr().out
     assert read_metrics(directory.metrics_file)["train/loss"][0].tolist() == [1, 2, 3]
@@ -130,7 +130,7 @@ def test_a_run_that_goes_back_records_its_steps_anew(assembly, tmp_path, capsys)
         done = read_metrics(directory.metrics_file).get("train/loss", ([], []))
         assert list(done[0]) == list(range(1, step + 1))
         assert ("train/loss" in reporter.last) == (step > 0) and reporter.skipped == 1
-    reporter.trained(report(1, 2, 1.0))
+    reporter.log_steps(report(1, 2, 1.0))
     reporter.close()
     assert reporter.last["train/grad_norm"] == 0.5
 
@@ -140,7 +140,7 @@ def test_only_the_first_process_writes(assembly, tmp_path, monkeypatch, capsys):
     directory = RunDirectory(tmp_path / "run")
     reporter = Reporter("r", directory, assembly, 0)
     reporter.start()
-    reporter.trained(report(1, 2, 1.0))
+    reporter.log_steps(report(1, 2, 1.0))
     reporter.flush()
     reporter.close()
     assert not directory.path.exists() and capsys.readouterr().out == ""

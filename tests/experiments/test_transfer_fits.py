@@ -77,7 +77,7 @@ def test_one_seed_that_diverges_takes_its_rate_out():
     losses = curve(4e-3).losses.copy()
     losses[2, 1] = NAN  # the best one
     one = Curve(rates=RATES, losses=losses)
-    assert one.diverged == (RATES[2],)
+    assert one.diverged_rates == (RATES[2],)
     assert find_optimum(one).rate == pytest.approx(4e-3, rel=1e-6)
     losses[3:] = NAN
     assert find_optimum(Curve(rates=RATES, losses=losses)) is None
@@ -181,9 +181,9 @@ def test_rates_that_miss_a_seed_wait():
         for seed in (0, 1)
     ]
     one = curve_of(records[:-3], (0, 1))
-    assert one.rates == (1.0,) and not one.diverged
+    assert one.rates == (1.0,) and not one.diverged_rates
     whole = curve_of(records, (0, 1))
-    assert whole.rates == (1.0, 2.0, 4.0) and whole.diverged == (4.0,)
+    assert whole.rates == (1.0, 2.0, 4.0) and whole.diverged_rates == (4.0,)
     assert curve_of(records, (0, 7)) is None
 
 

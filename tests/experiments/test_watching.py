@@ -78,7 +78,7 @@ def test_a_worker_that_differs_is_named_with_its_devices(watched, capsys):
     for step in range(1, 41):
         losses = 2.0 + 0.05 * rng.standard_normal(workers)
         losses[1] += 1.0 * (step > 10)
-        watches.trained(_report(step, losses))
+        watches.report_steps(_report(step, losses))
     (warning,) = watches.warnings
     assert f": worker 1 of {workers} (devices " in warning and "its loss by +" in warning
     assert capsys.readouterr().out.count(warning.partition(": ")[2]) == 1

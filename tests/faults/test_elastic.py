@@ -20,7 +20,7 @@ STEPS = 9
 
 def preempt_after(step):
     """Make the reporter request preemption after a step."""
-    trained = Reporter.trained
+    trained = Reporter.log_steps
 
     def trained_and_preempted(self, report):
         trained(self, report)
@@ -61,7 +61,7 @@ def test_resume_on_fewer_and_more_devices(tmp_path, monkeypatch):
         assert pretrain.main(command(stays, *eight)) == ExitCode.DONE
     with read_batches() as found:
         with monkeypatch.context() as patch:
-            patch.setattr(Reporter, "trained", preempt_after(3))
+            patch.setattr(Reporter, "log_steps", preempt_after(3))
             assert pretrain.main(command(moves, *eight)) == ExitCode.PREEMPTED
         process = start_run(["6", str(told), *command(moves, *two)], SCRIPT, devices=2)
         (output,) = written_by(process)

@@ -101,7 +101,7 @@ class Death(BaseException):
 def stopped(tmp_path_factory):
     """A run that was killed after step 3, with a checkpoint of step 2 and a request."""
     run = tmp_path_factory.mktemp("runs") / "stopped"
-    trained = Reporter.trained
+    trained = Reporter.log_steps
 
     def trained_and_dead(self, report):
         trained(self, report)
@@ -109,7 +109,7 @@ def stopped(tmp_path_factory):
             raise Death
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reporter, "trained", trained_and_dead)
+        patch.setattr(Reporter, "log_steps", trained_and_dead)
         with pytest.raises(Death):
             pretrain.main(command(run))
     (run / "resize.json").write_text(REQUEST)

@@ -292,7 +292,7 @@ def test_a_run_that_was_taken_over_before_it_begins_ends(tmp_path, capsys, monke
 def test_a_run_that_was_taken_over_ends_and_writes_nothing(tmp_path, capsys, monkeypatch, heard):
     """As the summary, the metrics and the checkpoints of its directory show."""
     path, thief = tmp_path / "run", RunDirectory(tmp_path / "run")
-    before, trained, steps = {}, Reporter.trained, []
+    before, trained, steps = {}, Reporter.log_steps, []
 
     def trained_and_robbed(self, report):
         trained(self, report)
@@ -305,7 +305,7 @@ def test_a_run_that_was_taken_over_ends_and_writes_nothing(tmp_path, capsys, mon
             if heard == "by the heartbeat":
                 _wait_until(lambda: not robbed.is_alive(), 60)
 
-    monkeypatch.setattr(Reporter, "trained", trained_and_robbed)
+    monkeypatch.setattr(Reporter, "log_steps", trained_and_robbed)
     if heard == "at a save":
         more = ("--run.lock_heartbeat", "60", "--checkpoint.every", "4")
     else:

@@ -89,7 +89,7 @@ def test_a_request_that_comes_too_late_is_answered_by_the_end_of_the_run(directo
     with directory.held():
         resizing = Resizing(PretrainConfig(), directory, supervision)
         directory.resize_file.write_text('{"mesh": {"data": 4}, "name": "late"}')
-        resizing.ended(9, "done")
+        resizing.end(9, "done")
         resizing.close()
     (event,) = read_resizes(directory)
     assert (event["name"], event["status"], event["step"]) == ("late", "refused", 9)

@@ -29,7 +29,7 @@ def command(run, steps=STEPS):
 
 def die_at(run, step: int) -> None:
     """Start the run once, and kill it after a step."""
-    trained = Reporter.trained
+    trained = Reporter.log_steps
 
     def trained_and_dead(self, report):
         trained(self, report)
@@ -37,7 +37,7 @@ def die_at(run, step: int) -> None:
             raise Death
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reporter, "trained", trained_and_dead)
+        patch.setattr(Reporter, "log_steps", trained_and_dead)
         with pytest.raises(Death):
             pretrain.main(command(run))
 

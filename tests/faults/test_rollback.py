@@ -57,7 +57,7 @@ def stopped_after(*calls):
         return "preempted" if len(asked) in calls else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stop.StopRequest, "agreed", agreed)
+        patch.setattr(stop.StopRequest, "agree", agreed)
         yield
 
 

@@ -50,7 +50,7 @@ TERM = (signal.SIGTERM, ExitCode.PREEMPTED)
 INT = (signal.SIGINT, ExitCode.INTERRUPTED)
 # Where the signal comes, and the steps after which the run may have stopped.
 LATE = {
-    "reporting": (Reporter, "trained", {1, 2}, *INT),
+    "reporting": (Reporter, "log_steps", {1, 2}, *INT),
     "evaluating": (EvaluateHook, "run", {3, 4}, *TERM),
     "saving": (CheckpointManager, "save", {4, 5}, *TERM),
     "finishing a save": (CheckpointManager, "finish", {1, 2, 3, 4, 5}, *TERM),

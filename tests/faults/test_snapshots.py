@@ -312,7 +312,7 @@ def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(
     monkeypatch.setenv(SNAPSHOTS, str(tmp_path / "memory"))
     state = assembly.new_state()
     snapshots = Snapshots(config, directory, supervision)
-    assert snapshots.prepared(assembly) is assembly
+    assert snapshots.prepare(assembly) is assembly
     store = snapshots._store
     assert store is not None
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
@@ -320,7 +320,7 @@ def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(
     def begin():
         lineage = Lineage(assembly.loader, SkippedRows())
         found = lineage.restore_or_start(assembly, checkpoints, sources=snapshots.sources())
-        snapshots.restored(found)
+        snapshots.restore(found)
         return found
 
     def restore():

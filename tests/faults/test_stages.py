@@ -49,14 +49,14 @@ def moved(tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "moved"
     for last, mesh in ((2, "four stages"), (5, "one stage")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Reporter, "trained", preempt_after(last))
+            patch.setattr(Reporter, "log_steps", preempt_after(last))
             assert pretrain.main(_command(run, mesh)) == ExitCode.PREEMPTED
     assert pretrain.main(_command(run, "two stages of two chunks")) == ExitCode.DONE
     return run
 
 
 def test_resume_on_stages_after_a_kill_is_bitwise(whole, tmp_path):
-    run, trained = tmp_path / "run", Reporter.trained
+    run, trained = tmp_path / "run", Reporter.log_steps
 
     def trained_and_dead(self, report):
         trained(self, report)
@@ -64,7 +64,7 @@ def test_resume_on_stages_after_a_kill_is_bitwise(whole, tmp_path):
             raise Death
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reporter, "trained", trained_and_dead)
+        patch.setattr(Reporter, "log_steps", trained_and_dead)
         with pytest.raises(Death):
             pretrain.main(_command(run, "four stages"))
     assert pretrain.main(_command(run, "four stages")) == ExitCode.DONE

@@ -154,7 +154,7 @@ class Killed(BaseException):
 @pytest.mark.slow
 def test_goodput_of_killed_and_resumed_run_is_its_wall_time(tmp_path, monkeypatch, capsys):
     """Within 3% of an independent clock, which runs before the first record too."""
-    directory, trained, record = tmp_path / "run", Reporter.trained, Ledger.record
+    directory, trained, record = tmp_path / "run", Reporter.log_steps, Ledger.record
     recorded = []
 
     def record_and_look(self, *arguments, **more):
@@ -173,7 +173,7 @@ def test_goodput_of_killed_and_resumed_run_is_its_wall_time(tmp_path, monkeypatc
     monkeypatch.setattr(Ledger, "record", record_and_look)
     began = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "trained", trained_and_killed)
+        patch.setattr(Reporter, "log_steps", trained_and_killed)
         with pytest.raises(Killed):
             pretrain.main(command)
     time.sleep(1.0)

@@ -165,7 +165,7 @@ def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on combinations
         fields = draw(rng)
-        text = ", ".join(combinations.spelled(*item) for item in fields.items())
+        text = ", ".join(combinations.spell_choice(*item) for item in fields.items())
         try:
             assembly = assemble(changed(BASE, fields))
         except ValueError as error:

@@ -20,7 +20,7 @@ import pallas_kernels
 from pallas_kernels import backend
 from pallas_kernels.backend import Choice, Operation, platform
 from pallas_kernels.deferred import DeferredProduct
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.operations import OPERATIONS
 from pallas_kernels.quantized_matmul.api import MULTIPLY_MIXED
@@ -102,7 +102,7 @@ def test_interpreted_kernels_run_on_the_cpu(interpreter):
 
         return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
-    with interpreted(interpreter):
+    with interpret_kernels(interpreter):
         assert TOY.choose().implementation == "pallas_tpu"
         assert TOY.choose("xla").implementation == "xla"
         np.testing.assert_array_equal(jax.jit(double)(jnp.ones(8)), 2.0)

@@ -44,12 +44,12 @@ def test_fold_cuts_an_axis_in_two():
 
 def test_folded_rules_name_the_pieces():
     cut = refine(sizes(data=4, tensor=2), MoEMesh(expert=2, expert_tensor=2))
-    rules = FULLY_SHARDED.folded(cut)
+    rules = FULLY_SHARDED.on_fold(cut)
     dense = ("data_0", "data_1", "expert", "seq")
     assert rules.resolve(("embed", "mlp")) == PartitionSpec(dense, "tensor")
     axes = ("experts", "expert_embed", "gate_up", "expert_mlp")
     assert rules.resolve(axes) == PartitionSpec("data_1", "data_0", None, "tensor")
-    assert DATA_PARALLEL.folded(cut).mesh_axes("expert_embed") == ()
+    assert DATA_PARALLEL.on_fold(cut).mesh_axes("expert_embed") == ()
 
 
 POWERS = st.sampled_from([1, 2, 4, 8])

@@ -150,7 +150,7 @@ class Rig:
         for copy, held in self.copies:
             if self.fleet.is_current(copy):
                 self.workers[copy.move.target].write_pages(copy.to, held)
-            self.fleet.copied(copy)
+            self.fleet.note_copy(copy)
         flying, self.flying = self.flying, []
         for number, step, results in flying:
             self.streams.add(self.fleet.apply(number, step, results, self.now))

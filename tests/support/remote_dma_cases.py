@@ -377,7 +377,7 @@ def main(case: str, modes: Any, fault: str = "none") -> None:
     from jax.experimental.pallas import tpu as pltpu
     from jax.sharding import AxisType, PartitionSpec
 
-    from pallas_kernels.interpreter import interpreted
+    from pallas_kernels.interpreter import interpret_kernels
     from tests.support.tolerances import assert_close
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -407,7 +407,7 @@ def main(case: str, modes: Any, fault: str = "none") -> None:
         expected = spread("ppermute", True)
         for number, mode in enumerate(modes.split(",")):
             params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
-            with interpreted(), pltpu.force_tpu_interpret_mode(params):
+            with interpret_kernels(), pltpu.force_tpu_interpret_mode(params):
                 found = jax.block_until_ready(spread("remote_dma", number == 0))
             assert_close(found, expected, kind)
 

@@ -77,7 +77,7 @@ def _assembled(command: str, directory: pathlib.Path, resources: contextlib.Exit
     assembly = assemble(config, trains=True, source=source)
     if config.execution.optimizer_memory == "files":
         supervision = resources.enter_context(library_supervision(config.processes))
-        assembly = OptimizerFiles(config, RunDirectory(directory), supervision).prepared(assembly)
+        assembly = OptimizerFiles(config, RunDirectory(directory), supervision).prepare(assembly)
     return assembly
 
 
@@ -99,7 +99,7 @@ def program(assembly: Assembly, directory: pathlib.Path) -> str:
     del directory
     rows = assembly.plan.config.training.batch_size
     with jax.set_mesh(assembly.mesh):
-        step: Any = assembly.workers.jitted(assembly.step(assembly.micro_batches(rows)))
+        step: Any = assembly.workers.jit_step(assembly.step(assembly.micro_batches(rows)))
         traced = step.trace(assembly.state_shapes(), assembly.feed.batch(0))
         return hashlib.sha256(traced.lower().as_text().encode()).hexdigest()
 
@@ -120,7 +120,7 @@ def watched(assembly: Assembly, directory: pathlib.Path) -> dict[str, list[int]]
 def snapshots(assembly: Assembly, directory: pathlib.Path) -> list[int]:
     """The steps of a supervised run after which the state is kept in memory."""
     part = _part(Snapshots, assembly, directory)
-    part.prepared(assembly)
+    part.prepare(assembly)
     hooks = part.hooks(assembly, _watches(assembly, directory))
     return [step for hook in hooks for step in _due(hook, assembly)]
 

@@ -46,7 +46,7 @@ CASES = (
 TINY = (GroupedCase(words="tiny", rows=256, width=128, hidden=128, groups=4),)
 
 
-def grouped(work: BenchWork) -> None:
+def emit_grouped(work: BenchWork) -> None:
     """Emit the rows of grouped products, their gradients, and whole expert layers."""
     for case in TINY if work.is_tiny else CASES:
         flops = 2.0 * case.rows * case.width * case.hidden
@@ -124,4 +124,4 @@ def _normal(key: jax.Array, scale: float, *shape: int) -> jax.Array:
 
 
 if __name__ == "__main__":
-    run_part(grouped)
+    run_part(emit_grouped)

@@ -86,7 +86,7 @@ class MethodPrograms(StudyPrograms):
     def make_step(self, optimizer: Any) -> Any:
         """Return the step of the run, not compiled yet."""
         del optimizer  # that of the plan
-        return self.assembly.workers.jitted(
+        return self.assembly.workers.jit_step(
             self.assembly.step(self.assembly.plan.config.training.accumulation)
         )
 

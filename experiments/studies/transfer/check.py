@@ -152,7 +152,7 @@ def measure(
         rate = jnp.float32(cell.config.optimizer.learning_rate)
         for run in range(config.seeds):
             seed = config.training.seed + run
-            training = dataclasses.replace(cell.seeded(seed), steps=config.check_steps)
+            training = dataclasses.replace(cell.with_seed(seed), steps=config.check_steps)
             state = programs.init(jax.random.key(seed))
             first = look(state.params, state.router_state, tokens)
             rows = [sizes(first, first)]

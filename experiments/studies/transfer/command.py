@@ -334,13 +334,13 @@ def rate_beyond(curve: Curve, needed: float | None = None) -> float | None:
         curve: Losses so far.
         needed: A rate that the grid is to reach as well.
     """
-    x, losses = curve.known
+    x, losses = curve.known_losses
     lowest = curve.rates[0]
     highest = curve.rates[-1]
     best = int(losses.mean(1).argmin()) if len(x) else 0
     if best == 0 and (not len(x) or 2 ** x[0] < lowest * 1.001):
         return lowest / SPACING
-    if best == len(x) - 1 and not curve.diverged:
+    if best == len(x) - 1 and not curve.diverged_rates:
         return highest * SPACING
     if needed is not None and needed > highest:
         return highest * SPACING

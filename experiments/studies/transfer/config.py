@@ -205,10 +205,10 @@ class Cell:
     @functools.cached_property
     def digest(self) -> str:
         """Fingerprint of everything but rate and seed; a record with another digest is outdated."""
-        training = self.seeded(0)
+        training = self.with_seed(0)
         return fingerprint(dataclasses.replace(self.config, training=training, optimizer=self.rule))
 
-    def seeded(self, seed: int) -> TrainingConfig:
+    def with_seed(self, seed: int) -> TrainingConfig:
         """Return the training config of one seed."""
         return dataclasses.replace(self.config.training, seed=seed)
 

@@ -56,13 +56,13 @@ class Curve:
             raise ValueError(f"{len(self.rates)} rates but losses of shape {self.losses.shape}")
 
     @property
-    def diverged(self) -> tuple[float, ...]:
+    def diverged_rates(self) -> tuple[float, ...]:
         """Rates at which a seed diverged."""
         rows = zip(self.rates, self.losses, strict=True)
         return tuple(rate for rate, row in rows if not np.isfinite(row).all())
 
     @property
-    def known(self) -> tuple[np.ndarray, np.ndarray]:
+    def known_losses(self) -> tuple[np.ndarray, np.ndarray]:
         """log2 of the rates whose seeds all finished, and their losses [r seeds]."""
         is_finite = np.isfinite(self.losses).all(1)
         return np.log2(np.asarray(self.rates)[is_finite]), self.losses[is_finite]
@@ -90,7 +90,7 @@ def find_optimum(curve: Curve, draws: np.ndarray | None = None) -> Optimum | Non
     Returns:
         None where fewer than three rates finished.
     """
-    x, losses = curve.known
+    x, losses = curve.known_losses
     if len(x) < 3:
         return None
     mean = losses.mean(1)
@@ -100,7 +100,7 @@ def find_optimum(curve: Curve, draws: np.ndarray | None = None) -> Optimum | Non
     if best == 0:
         edge = "lowest"
     elif best == len(x) - 1:
-        edge = "divergence" if any(r > 2 ** x[-1] for r in curve.diverged) else "highest"
+        edge = "divergence" if any(r > 2 ** x[-1] for r in curve.diverged_rates) else "highest"
     interval = None
     if draws is not None:
         low, high = np.percentile(_vertices(x, draws)[0], (2.5, 97.5))
@@ -168,7 +168,7 @@ def loss_at(curve_x: np.ndarray, mean: np.ndarray, place: float) -> float | None
 
 def replicate(curve: Curve, random: np.random.Generator) -> np.ndarray | None:
     """Return bootstrap replicates of the mean loss by rate, [replicates r]; None for one seed."""
-    x, losses = curve.known
+    x, losses = curve.known_losses
     rates, seeds = losses.shape
     if seeds < 2 or rates < 3:
         return None
@@ -232,7 +232,7 @@ def fit_transfer(curves: Mapping[float, Curve], *, seed: int = 0) -> Transfer:
     if first is not None and last is not None:
         shift, bound = _shift(first, last)
     places = {  # of the replicates, by value
-        value: _vertices(curves[value].known[0], rows)[0]
+        value: _vertices(curves[value].known_losses[0], rows)[0]
         for value, rows in draws.items()
         if rows is not None and value in optima
     }
@@ -281,7 +281,7 @@ def _regrets(
     curve: Curve, first: Optimum | None, draws: np.ndarray | None, places: np.ndarray | None
 ) -> tuple[float | None, list[float] | None]:
     """Return the regret and its replicates at the largest point."""
-    x, losses = curve.known
+    x, losses = curve.known_losses
     if first is None or len(x) < 3:
         return None, None
 

@@ -68,7 +68,7 @@ def point_row(
         "interval": None if optimum is None else optimum.interval,
         "loss": None if optimum is None else optimum.loss,
         "edge": None if optimum is None else optimum.edge,
-        "diverged_rates": list(curve.diverged),
+        "diverged_rates": list(curve.diverged_rates),
         "max_violation": violation,
         "rates": list(curve.rates),
         "losses": [mean if math.isfinite(mean) else None for mean in means],

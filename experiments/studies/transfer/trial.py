@@ -191,7 +191,7 @@ def train(
         StoppedError: A signal arrived.
     """
     started = time.perf_counter()
-    training = cell.seeded(seed)
+    training = cell.with_seed(seed)
     state = programs.init(jax.random.key(seed))
     factors = schedule_factors(cell)
     measured = []
@@ -234,7 +234,7 @@ def seconds_of(programs: SweepPrograms, cell: Cell, data: SweepData) -> tuple[fl
         cell: Cell to time.
         data: Data of the sweep.
     """
-    training = cell.seeded(cell.config.training.seed)
+    training = cell.with_seed(cell.config.training.seed)
     piece = piece_of(training.steps)
     (batches,) = data.pieces(dataclasses.replace(training, steps=piece), piece)
     state = programs.init(jax.random.key(0))

@@ -108,7 +108,7 @@ def to_huggingface(
     if experts == "stacked" and chosen is OWN:
         raise CheckpointError(f"{modeling.FILE} has a module for each expert: experts='each'")
     source = _ExportSource(model, chosen, arrays, is_stacked=experts == "stacked")
-    planned = source.planned(dtype)
+    planned = source.plan_tensors(dtype)
     size = sum(tensor.num_bytes for tensor in planned.values())
     with new_directory(pathlib.Path(directory), size) as partial:
         write_tensors(partial, planned, source.read, max_shard_bytes=max_shard_bytes)
@@ -284,7 +284,7 @@ class _ExportSource:
             assert filled == row.size, (row.path, filled)  # guaranteed by `check_described`
         self._held: tuple[Any, np.ndarray] = (None, np.empty(0))
 
-    def planned(self, dtype: str) -> dict[str, Planned]:
+    def plan_tensors(self, dtype: str) -> dict[str, Planned]:
         """Return all tensors by name, ordered by layer so that each layer is read once."""
 
         def layer(key: str) -> int:

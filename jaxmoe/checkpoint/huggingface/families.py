@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from jaxmoe.checkpoint.huggingface import describe, hybrids, modeling, parts
 from jaxmoe.checkpoint.huggingface.fields import Fields
-from jaxmoe.checkpoint.huggingface.paths import shown
+from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.huggingface.rules import (
     ATTENTION,
     BIAS,
@@ -93,7 +93,7 @@ def family_of(fields: Mapping[str, Any]) -> Family:
         return OWN
     if name not in FAMILIES:
         raise CheckpointError(
-            f"config.model_type={shown(name)} is not among {', '.join(FAMILIES)}"
+            f"config.model_type={show_value(name)} is not among {', '.join(FAMILIES)}"
             + closest(str(name)[:100], FAMILIES)
         )
     return FAMILIES[name]
@@ -103,7 +103,7 @@ def _olmoe(config: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(config)
     moe = parts.token_choice(fields, expert_dim=fields.size("intermediate_size"))
     fields.only("sliding_window", None, "OLMoE attends to all earlier tokens")
-    return parts.assemble(fields, moe, parts.grouped(fields, qk_norm="full"))
+    return parts.assemble(fields, moe, parts.grouped_attention(fields, qk_norm="full"))
 
 
 def _mixtral(config: Mapping[str, Any]) -> ModelConfig:
@@ -112,7 +112,7 @@ def _mixtral(config: Mapping[str, Any]) -> ModelConfig:
     moe = parts.experts(fields, fields.size("intermediate_size"), method.router, method.gate)
     window = fields.get("sliding_window")
     return parts.assemble(
-        fields, moe, parts.grouped(fields, qk_norm="none", rope_theta=1e6, window=window)
+        fields, moe, parts.grouped_attention(fields, qk_norm="none", rope_theta=1e6, window=window)
     )
 
 
@@ -126,7 +126,7 @@ def _qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
     dense_layers = frozenset(fields.get("mlp_only_layers") or ())
     dense = tuple(i for i in range(num_layers) if i in dense_layers or (i + 1) % step)
     return parts.assemble(
-        fields, moe, parts.grouped(fields, qk_norm="head", window=window), dense=dense
+        fields, moe, parts.grouped_attention(fields, qk_norm="head", window=window), dense=dense
     )
 
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from jaxmoe.checkpoint.huggingface.paths import shown
+from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import YarnConfig
@@ -105,7 +105,7 @@ class Fields:
         value = self.get(name, default=supported)
         if value != supported:
             raise CheckpointError(
-                f"config.{name}={shown(value)} is not supported, only {supported!r}: {why}"
+                f"config.{name}={show_value(value)} is not supported, only {supported!r}: {why}"
             )
 
     def check_supported(self) -> None:
@@ -127,7 +127,8 @@ class Fields:
             if not is_known or by_layer or rope.get("partial_rotary_factor", 1.0) != 1.0:
                 also = " or 'yarn'" if has_yarn else ""
                 raise CheckpointError(
-                    f"config.{name}={shown(dict(rope))} is not supported: RoPE here is the plain"
+                    f"config.{name}={show_value(dict(rope))} is not supported: RoPE here is the"
+                    f" plain"
                     f" one, of type 'default'{also}, the same in all layers and for whole heads"
                 )
             bases.add(rope.get("rope_theta"))
@@ -160,7 +161,8 @@ class Fields:
             unknown = sorted(key for key in rope.keys() - field_names if rope[key] is not None)
             if missing or unknown:
                 raise CheckpointError(
-                    f"config.{name}={shown(dict(rope))}: YaRN here needs {', '.join(YARN.values())}"
+                    f"config.{name}={show_value(dict(rope))}: YaRN here needs"
+                    f" {', '.join(YARN.values())}"
                     " and has nothing else"
                 )
             length = int(values.pop("original_length"))

@@ -29,7 +29,7 @@ from jaxmoe.checkpoint.huggingface.paths import (
     kind_of,
     plain_file,
     read_object,
-    shown,
+    show_value,
 )
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.optional import require
@@ -73,7 +73,7 @@ def open_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         for name, tensor in _open(file).items():
             if name in tensors:
                 raise CheckpointError(
-                    f"{path}: {shown(name)} is in two files, {file.name} and another"
+                    f"{path}: {show_value(name)} is in two files, {file.name} and another"
                 )
             tensors[name] = tensor
     absent = sorted(weight_map.keys() - tensors.keys())
@@ -114,7 +114,8 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
     for name, place in weight_map.items():
         if not isinstance(place, str) or not name.isprintable():
             raise CheckpointError(
-                f"{file}: weight_map[{shown(name)}]={shown(place)} must be the name of a file, and"
+                f"{file}: weight_map[{show_value(name)}]={show_value(place)} must be the name of"
+                f" a file, and"
                 f" it is {kind_of(place)}: download the files again"
             )
     return weight_map

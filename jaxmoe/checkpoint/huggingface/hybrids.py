@@ -22,7 +22,7 @@ from typing import Any
 from jaxmoe.checkpoint.huggingface import parts
 from jaxmoe.checkpoint.huggingface.describe import balance_of, moe_of, shared_fields
 from jaxmoe.checkpoint.huggingface.fields import Fields
-from jaxmoe.checkpoint.huggingface.paths import shown
+from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.huggingface.rules import PROJECTIONS, experts, norms, root, rule, swiglu
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.layers.mixers import Mamba2Config, MambaConfig
@@ -66,7 +66,7 @@ def jamba(config: Mapping[str, Any]) -> ModelConfig:
         has_projection_bias=fields.get("mamba_proj_bias", default=False),
         inner_norms="rms",
     )
-    attention = parts.grouped(fields, qk_norm="none", positions="none")
+    attention = parts.grouped_attention(fields, qk_norm="none", positions="none")
     attends = _every(fields, "attn_layer", (8, 4))
     routed = _every(fields, "expert_layer", (2, 1))
     mixers = [
@@ -124,7 +124,8 @@ def granite_moe_hybrid(config: Mapping[str, Any]) -> ModelConfig:
     limit = fields.get("time_step_limit")
     if limit is not None and str(list(limit)) not in _NO_LIMIT:
         raise CheckpointError(
-            f"config.time_step_limit={shown(limit)} is not supported, only [0, infinity]: steps are"
+            f"config.time_step_limit={show_value(limit)} is not supported, only [0, infinity]:"
+            f" steps are"
             " not bounded here"
         )
     width = fields.size("hidden_size")
@@ -150,10 +151,10 @@ def granite_moe_hybrid(config: Mapping[str, Any]) -> ModelConfig:
     turns = fields.get("position_embedding_type")
     if turns not in (None, "nope", "rope"):
         raise CheckpointError(
-            f"config.position_embedding_type={shown(turns)} is not supported, only 'rope' and"
+            f"config.position_embedding_type={show_value(turns)} is not supported, only 'rope' and"
             " 'nope' (or null): other positions are not computed here"
         )
-    attention = parts.grouped(
+    attention = parts.grouped_attention(
         fields, qk_norm="none", positions="rotary" if turns == "rope" else "none"
     )
     mixers = [mamba if is_recurrent else attention for is_recurrent in _layer_types(fields)]
@@ -239,7 +240,8 @@ def _layer_types(fields: Fields) -> list[bool]:
     unknown = [kind for kind in types if kind not in _KINDS]
     if unknown or len(types) != num_layers:
         raise CheckpointError(
-            f"config.layer_types={shown(types)} must name {num_layers} layers (num_hidden_layers),"
+            f"config.layer_types={show_value(types)} must name {num_layers} layers"
+            f" (num_hidden_layers),"
             f" each of them one of {', '.join(_KINDS)}"
         )
     return [_KINDS[kind] for kind in types]

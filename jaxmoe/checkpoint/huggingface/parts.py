@@ -61,7 +61,7 @@ def experts(
     )
 
 
-def grouped(
+def grouped_attention(
     fields: Fields,
     *,
     qk_norm: Literal["none", "head", "full"],

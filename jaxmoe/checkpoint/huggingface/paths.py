@@ -43,7 +43,7 @@ def plain_file(
     is_inside = bool(parts) and ".." not in parts and not os.path.isabs(name)
     if not is_inside or not name.isprintable():
         raise CheckpointError(
-            f"{named_in or directory} names the file {shown(name)}, which is not inside"
+            f"{named_in or directory} names the file {show_value(name)}, which is not inside"
             f" {directory}: {_AGAIN} from a source that you trust"
         )
     path = directory / name
@@ -109,7 +109,7 @@ def read_object(path: pathlib.Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[
     return value
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Return a value from a file as Python writes it, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.adapters import LoraConfig
-from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object, shown
+from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object, show_value
 from jaxmoe.checkpoint.huggingface.peft_matrices import PeftMatrix
 from jaxmoe.checkpoint.manifest import CheckpointError
 
@@ -134,7 +134,7 @@ def read_peft_fields(directory: pathlib.Path) -> PeftFields:
     }
     for name, (value, is_right, rule) in rules.items():
         if not is_right(value):
-            raise CheckpointError(f"{file}: {name}={shown(value)} must be {rule}")
+            raise CheckpointError(f"{file}: {name}={show_value(value)} must be {rule}")
     return PeftFields(
         rank=fields["r"],
         alpha=float(fields["lora_alpha"]),
@@ -159,13 +159,14 @@ def _check_plain_lora(fields: Mapping[str, Any], file: pathlib.Path) -> None:
     """Refuse an adapter that computes anything but W + s A B."""
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(
-            f"{file}: peft_type={shown(fields.get('peft_type'))} must be LORA, the one that is read"
+            f"{file}: peft_type={show_value(fields.get('peft_type'))} must be LORA, the one that"
+            f" is read"
         )
     wrong = [name for name in _UNSUPPORTED if fields.get(name)]
     if fields.get("bias", "none") != "none":
         wrong.append("bias")
     if wrong:
-        fields_text = ", ".join(f"{name}={shown(fields[name])}" for name in wrong)
+        fields_text = ", ".join(f"{name}={show_value(fields[name])}" for name in wrong)
         raise CheckpointError(
             f"{file}: {fields_text}: only factors of matrices are read. Merge the adapter into"
             f" its model"
@@ -174,7 +175,7 @@ def _check_plain_lora(fields: Mapping[str, Any], file: pathlib.Path) -> None:
     start = fields.get("init_lora_weights", True)
     if start not in _PLAIN_INITS:
         raise CheckpointError(
-            f"{file}: init_lora_weights={shown(start)} changes the weights of the model at the"
+            f"{file}: init_lora_weights={show_value(start)} changes the weights of the model at the"
             " start: save the adapter again with path_initial_model_for_weight_conversion of peft"
         )
 

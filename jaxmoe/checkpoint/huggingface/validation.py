@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from jaxmoe.checkpoint.huggingface import modeling
-from jaxmoe.checkpoint.huggingface.paths import shown
+from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.huggingface.weights import EMBEDDING
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
@@ -168,7 +168,7 @@ def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
         is_seed = path.endswith("seed")
         if not _is_finite(value) or (type(value) is int and value > MAX_SIZE and not is_seed):
             raise CheckpointError(
-                f"{where}config.{path}={shown(value)} must be a finite number, and at most"
+                f"{where}config.{path}={show_value(value)} must be a finite number, and at most"
                 f" {MAX_SIZE} if it is an integer: correct it"
             )
 
@@ -179,7 +179,7 @@ def _check(fields: Mapping[str, Any], rules: tuple[_SizeRule, ...], prefix: str)
             value = fields.get(name)
             if value is not None and not rule.fits(value):
                 raise CheckpointError(
-                    f"{prefix}{name}={shown(value)} must be {rule.words}: correct it, or"
+                    f"{prefix}{name}={show_value(value)} must be {rule.words}: correct it, or"
                     " download the file again"
                 )
 

@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.adapters.base import STATE, State, StepGiven
-from jaxmoe.adapters.factors import FactorsConfig, by_path, factor_rows, nested, values_row
+from jaxmoe.adapters.factors import FactorsConfig, by_path, factor_rows, nest, values_row
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from sharding.constrain import Placement, place_like
@@ -134,7 +134,7 @@ class AdaLoraConfig(FactorsConfig):
         }
         live = {path: jnp.ones_like(flat[f"{path}:values"], bool) for path in paths}
         flats = zeros | {"live": live}
-        return {name: nested(one) for name, one in flats.items()}
+        return {name: nest(one) for name, one in flats.items()}
 
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with new averages, and now and then a choice of triplets."""
@@ -157,9 +157,7 @@ class AdaLoraConfig(FactorsConfig):
             values = params[f"{path}:values"]
             keeps = own[f"live/{path}"] | ~is_masked
             params[f"{path}:values"] = jnp.where(keeps, values, jnp.zeros_like(values))
-        return dataclasses.replace(
-            now, params=nested(params), parts={**now.parts, STATE: nested(own)}
-        )
+        return dataclasses.replace(now, params=nest(params), parts={**now.parts, STATE: nest(own)})
 
     def averages(
         self, weight: Array, slope: Array, sensitivity: Array, uncertainty: Array

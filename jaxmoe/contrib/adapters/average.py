@@ -152,9 +152,9 @@ class Averaging(StepPart):
         """Return the training state with the average after an accepted step."""
         del before
         table = step.table or parameter_table(step.model)
-        trained = table.trained(after.params)
+        trained = table.select_trained(after.params)
         average = self.own_state(after)
-        rows = table.trained(table.tree(lambda row: row))
+        rows = table.select_trained(table.tree(lambda row: row))
         slopes = average.get("grads")
         earlier = jax.tree.map(lambda _: None, trained) if slopes is None else slopes
 
@@ -180,9 +180,9 @@ class Averaging(StepPart):
         params = jax.tree.map(
             lambda mean, new: jnp.where(is_last, mean.astype(new.dtype), new),
             self.own_state(after)["params"],
-            table.trained(after.params),
+            table.select_trained(after.params),
         )
-        return dataclasses.replace(after, params=table.merged(params, after.params))
+        return dataclasses.replace(after, params=table.merge(params, after.params))
 
 
 def _is_row(node: Any) -> bool:

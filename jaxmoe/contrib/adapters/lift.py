@@ -123,7 +123,7 @@ class LiftConfig(Adapter):
             flat[path] = weight + place_like(added, weight).astype(weight.dtype)
         return traverse_util.unflatten_dict(flat, sep="/")
 
-    def begun(self, params: Any, layers: Layers, key: Array) -> Any:
+    def begin(self, params: Any, layers: Layers, key: Array) -> Any:
         """Return the parameters with the first choice of entries."""
         del layers
         return self._refresh(params, {}, key)[0]

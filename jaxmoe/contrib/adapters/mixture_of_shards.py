@@ -34,7 +34,7 @@ from jaxmoe.adapters.factors import (
     batch_of,
     by_path,
     factor_rows,
-    nested,
+    nest,
     own_row,
 )
 from jaxmoe.declarations import Declaration
@@ -144,7 +144,7 @@ class MixtureOfShardsConfig(FactorsConfig):
                     last = len(batch) if side == "up" else -1
                     flat[f"{path}:{side}"] = jnp.moveaxis(vectors, len(batch), last)
                 at = end
-        return nested(flat)
+        return nest(flat)
 
     def rank_of(self, row: ParameterSpec) -> int:
         """Return the inner width of the factors of a target."""

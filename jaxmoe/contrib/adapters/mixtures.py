@@ -72,7 +72,7 @@ class Gates(Mix):
         splits = None if self.splits is None else (inputs, outputs)
         return dataclasses.replace(self, values=(*_ROWS, None, None), splits=splits)
 
-    def added(self, x: Array, down: Array, up: Array) -> Array:
+    def additions(self, x: Array, down: Array, up: Array) -> Array:
         """Return the mixed additions; see the base class."""
         weights = self.values.astype(jnp.float32)
         if self.splits is None:
@@ -115,7 +115,7 @@ class FactorMembers(Mix):
         del inputs, outputs
         return FactorMembers(ids=_ROWS)
 
-    def added(self, x: Array, down: Array, up: Array) -> Array:
+    def additions(self, x: Array, down: Array, up: Array) -> Array:
         """Return the additions of the tokens' members; see the base class."""
         count, rank = down.shape[-2:]
         ids = self.ids.reshape(-1)

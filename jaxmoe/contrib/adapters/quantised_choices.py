@@ -105,7 +105,7 @@ class QuantisedChoicesConfig(FactorsConfig):
         bits = draw_bits(jax.random.fold_in(key, _STREAM_OF_BITS), number)
         return self._with_bits(params, layers, bits)
 
-    def begun(self, params: Any, layers: Layers, key: Array) -> Any:
+    def begin(self, params: Any, layers: Layers, key: Array) -> Any:
         """Return the parameters with the bits of least squared error within `mean_bits`."""
         del key
         numbers = self._numbers(layers)

@@ -39,7 +39,7 @@ ADVANTAGE: Final = "pass_advantage"
 """Name of the array of `Batch.extra` by which the draws are trained."""
 
 
-def repeated(rows: Any, passes: int, placement: Placement) -> Any:
+def repeat_rows(rows: Any, passes: int, placement: Placement) -> Any:
     """Return the arrays of a tree with each row several times, one after the other.
 
     Args:
@@ -60,7 +60,7 @@ def repeated(rows: Any, passes: int, placement: Placement) -> Any:
     return jax.tree.map(one, rows)
 
 
-def compared(
+def repeat_with_advantage(
     rows: Rows,
     row_losses: Callable[[MicroBatch], Float[Array, " b"]],
     passes: int,
@@ -85,7 +85,7 @@ def compared(
             "data.packing levels makes micro-batches of unequal shares, and the adapter compares"
             " several passes over each: set data.packing to best_fit"
         )
-    batch = repeated(rows.batch, passes, placement)
+    batch = repeat_rows(rows.batch, passes, placement)
     first_row = passes * rows.first_row
     total_weight = passes * rows.total_weight
     accumulation = passes * rows.accumulation
@@ -134,7 +134,7 @@ class RepeatedBackward(Backward):
         """Return the sums over the micro-batches of all passes; see the base class."""
         losses_of = partial(row_losses, step, state, whole=whole)
         adapter: Any = step.model.adapter
-        repeats = compared(rows, losses_of, adapter.draws, step.execution.placement)
+        repeats = repeat_with_advantage(rows, losses_of, adapter.draws, step.execution.placement)
         sums = self.backward.sums(step, state, repeats, whole)
         if sums.row_nll is None:
             return sums

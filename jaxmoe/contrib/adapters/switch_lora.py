@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxmoe.adapters.base import STATE, State, StepGiven
-from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, by_path, factor_rows, nested
+from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, by_path, factor_rows, nest
 from jaxmoe.contrib.adapters.moments import without_moments
 from jaxmoe.declarations import fold_path
 from jaxmoe.execution import ExecutionConfig
@@ -110,7 +110,7 @@ class SwitchLoraConfig(FactorsConfig):
                 drawn = jax.random.normal(fold_path(key, path), shape, jnp.float32)
                 state[f"{path}/waiting"] = deviation * drawn
                 state[f"{path}/paused"] = jnp.zeros((*batch, rank), jnp.int32)
-        return nested(state)
+        return nest(state)
 
     def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
         """Return the state with paused vectors as before, and some swapped."""
@@ -141,8 +141,8 @@ class SwitchLoraConfig(FactorsConfig):
             rule_state |= dict(zip(mine, news[2:], strict=True))
             stopped |= dict(zip(names, masks, strict=True))
         moments = without_moments(now.opt_state, params, stopped)
-        parts = {**now.parts, STATE: nested(rule_state)}
-        return dataclasses.replace(now, params=nested(params), parts=parts, opt_state=moments)
+        parts = {**now.parts, STATE: nest(rule_state)}
+        return dataclasses.replace(now, params=nest(params), parts=parts, opt_state=moments)
 
     def _follow(
         self, changed: list[Array], olds: list[Array], chance: Array, key: Array

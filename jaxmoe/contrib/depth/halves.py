@@ -210,9 +210,9 @@ def split(tree: Any, placement: Placement) -> tuple[Any, Any]:
 def join(first: Any, second: Any, placement: Placement) -> Any:
     """Return the rows of two halves in their order."""
 
-    def joined(one: Array, other: Array) -> Array:
+    def join_halves(one: Array, other: Array) -> Array:
         pairs = jnp.stack([one, other], axis=1)
         rows = pairs.reshape(-1, *one.shape[1:])
         return placement.place(rows, (ax.ACT_BATCH, ax.ACT_SEQ) + (None,) * (rows.ndim - 2))
 
-    return jax.tree.map(joined, first, second)
+    return jax.tree.map(join_halves, first, second)

@@ -110,5 +110,5 @@ def move_through_hosts(
     peers = Peers([group[0] for group in devices])
     parts = Parts(target)
     for place in range(len(devices)):
-        parts.fill(pieces[place], peers.shared(place, buffers))
+        parts.fill(pieces[place], peers.share_words(place, buffers))
     return parts.state()

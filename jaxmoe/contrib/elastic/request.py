@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.disk import replace_file
-from jaxmoe.json_bounds import named, parse_record, read_record
+from jaxmoe.json_bounds import name_file, parse_record, read_record
 from jaxmoe.json_bounds import read_text as bounded_text
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -158,7 +158,7 @@ def read_text(directory: RunDirectory) -> str | None:
     Raises:
         ValueError: It is no file with text, or too large.
     """
-    with contextlib.suppress(OSError), named(directory.resize_file, _WAY_OUT):
+    with contextlib.suppress(OSError), name_file(directory.resize_file, _WAY_OUT):
         return bounded_text(directory.resize_file, max_bytes=_MOST)
     return None
 

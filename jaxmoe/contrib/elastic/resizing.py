@@ -106,7 +106,7 @@ class Resizing(ConfiguredPart):
         )
         self._record(event, is_answer=True)
         self.done.append(event)
-        watches.reporter.watched(
+        watches.reporter.log_numbers(
             event.step, {"mesh/devices": len(event.devices), "mesh/pause_seconds": pause}
         )
         say(event.message)
@@ -197,7 +197,7 @@ class Resizing(ConfiguredPart):
             is_answer=False,
         )
 
-    def ended(self, step: int, status: str) -> None:
+    def end(self, step: int, status: str) -> None:
         """Refuse a request that came too late, once the run has done its last step."""
         if status != "done" or jax.process_index() != 0 or not (text := self._read()):
             return

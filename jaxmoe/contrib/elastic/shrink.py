@@ -29,11 +29,11 @@ class Shrink(ConfiguredPart):
 
     def fit(self, setting: Setting) -> Setting:
         """Return the configuration for the devices that are there, and those that are used."""
-        config, devices = fitted(setting.config)
+        config, devices = fit_devices(setting.config)
         return dataclasses.replace(setting, config=config, devices=devices)
 
 
-def fitted(config: PretrainConfig) -> tuple[PretrainConfig, list[jax.Device]]:
+def fit_devices(config: PretrainConfig) -> tuple[PretrainConfig, list[jax.Device]]:
     """Return the configuration for the devices that are there, and those that the run uses.
 
     Args:

@@ -33,7 +33,7 @@ from jaxmoe.contrib.estimators.spsa import (
     PLAIN_DESCENT,
     Ends,
     check_epsilon,
-    clipped,
+    clip_derivatives,
     paired_losses,
     slopes_of,
 )
@@ -110,7 +110,7 @@ class SeedPoolConfig(Gradients):
         drawn = jax.random.categorical(key, logits, shape=(self.directions,))
         keys = seed_keys(state.rng, drawn)
         pairs = paired_losses(step, inputs, keys, Ends(self.epsilon))
-        slopes = clipped(step, slopes_of(pairs.total, self.epsilon))
+        slopes = clip_derivatives(step, slopes_of(pairs.total, self.epsilon))
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
         return StepGradients(weight, gradients_with(grads, pairs), state=_add(sums, drawn, slopes))
@@ -176,16 +176,16 @@ def replay(
     """
     keys = seed_keys(rng, jnp.arange(sums.shape[0]))
     total = noise_sum(table, base, keys, sums)
-    rates = table.trained(
+    rates = table.select_trained(
         table.tree(lambda row: learning_rate * row.hyper.learning_rate_multiplier)
     )
     moved = jax.tree.map(
         lambda p, z, rate: place_like(p - (rate * z).astype(p.dtype), p),
-        table.trained(base),
+        table.select_trained(base),
         total,
         rates,
     )
-    return table.merged(moved, base)
+    return table.merge(moved, base)
 
 
 def _add(pool: SeedSums, drawn: Array, slopes: Float[Array, " n"]) -> SeedSums:

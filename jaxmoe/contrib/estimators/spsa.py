@@ -107,7 +107,7 @@ class SPSAConfig(Gradients):
         if self.payload == "mean":
             keys = direction_keys(inputs, jnp.arange(self.directions, dtype=jnp.int32))
             pairs = paired_losses(step, inputs, keys, Ends(self.epsilon))
-            slopes = clipped(step, slopes_of(pairs.total, self.epsilon))
+            slopes = clip_derivatives(step, slopes_of(pairs.total, self.epsilon))
         else:
             slopes, pairs = self._of_workers(step, inputs)
             keys = direction_keys(inputs, jnp.arange(slopes.size, dtype=jnp.int32))
@@ -170,7 +170,7 @@ def slopes_of(totals: Float[Array, "n 2"], epsilon: float) -> Float[Array, " n"]
     return (totals[:, 0] - totals[:, 1]) / (2.0 * epsilon)
 
 
-def clipped(step: Step, slopes: Float[Array, " n"]) -> Float[Array, " n"]:
+def clip_derivatives(step: Step, slopes: Float[Array, " n"]) -> Float[Array, " n"]:
     """Return derivatives along directions limited to [-clip, clip]."""
     if step.clip is None:
         return slopes
@@ -283,14 +283,14 @@ def worker_slopes(
         return jax.lax.map(end, jnp.asarray([config.epsilon, -config.epsilon], jnp.float32))
 
     directional = jax.lax.map(one, jax.random.key_data(direction_keys(inputs, numbers)))
-    slopes = clipped(step, slopes_of(directional.total, config.epsilon))
-    shared = exchanged(slopes, config.payload, workers)
+    slopes = clip_derivatives(step, slopes_of(directional.total, config.epsilon))
+    shared = exchange_derivatives(slopes, config.payload, workers)
     if workers > 1:
         directional = sum_over(REPLICA, directional)
     return shared.reshape(-1), directional
 
 
-def exchanged(
+def exchange_derivatives(
     slopes: Float[Array, " n"], payload: Literal["mean", "float32", "byte"], workers: int
 ) -> Float[Array, "n W"]:
     """Return the derivatives of all workers, as they arrive.

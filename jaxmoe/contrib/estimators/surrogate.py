@@ -104,7 +104,7 @@ class SurrogateConfig(Gradients):
             run = region(run, axis=REPLICA, out_specs=PartitionSpec())
         weights, losses = run(inputs, data, rows, before)
         grads = unravel(gradient(vectors, phases, weights) / scale)
-        grads = jax.tree.map(place_like, grads, table.trained(state.params))
+        grads = jax.tree.map(place_like, grads, table.select_trained(state.params))
         return StepGradients(weight, passes.gradients_with(grads, losses), state=weights)
 
     @property
@@ -195,6 +195,6 @@ def _dot(x: Array, y: Array) -> Array:
 
 def _flat(table: ParameterTable, tree: Any) -> tuple[Float[Array, " d"], Any]:
     """Return trained values as one f32 vector, and the function back to a tree."""
-    trained = table.trained(tree)
+    trained = table.select_trained(tree)
     spec = PartitionSpec()
     return ravel_pytree(jax.tree.map(lambda x: place_at(x.astype(jnp.float32), spec), trained))

@@ -166,7 +166,7 @@ def _term(
     return jnp.where(bits.reshape(size.shape) > 0, size, -size)
 
 
-def expanded(row: ParameterSpec, stack: BitStack, dtype: Any) -> Float[Array, ...]:
+def expand(row: ParameterSpec, stack: BitStack, dtype: Any) -> Float[Array, ...]:
     """Return a parameter as a floating array.
 
     Args:
@@ -186,7 +186,7 @@ def expanded(row: ParameterSpec, stack: BitStack, dtype: Any) -> Float[Array, ..
     return (total / stack.scales.reshape(shape[:-1])[..., None]).reshape(row.shape).astype(dtype)
 
 
-def added(
+def add_block(
     value: Float[Array, ...], row: ParameterSpec, stack: BitStack, number: Any
 ) -> Float[Array, ...]:
     """Return a floating parameter with one more block.
@@ -293,7 +293,7 @@ def expanded_params(table: ParameterTable, params: Any, dtype: Any, mesh: Mesh) 
         if row.path not in rows:
             return stored
         where = named_shardings(row.spec, mesh)
-        return jax.jit(lambda stack: expanded(row, stack, dtype), out_shardings=where)(stored)
+        return jax.jit(lambda stack: expand(row, stack, dtype), out_shardings=where)(stored)
 
     with jax.set_mesh(mesh):
         return jax.tree.map(one, table.tree(lambda row: row), params)

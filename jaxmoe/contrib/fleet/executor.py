@@ -12,7 +12,7 @@ import jax
 from jaxmoe.contrib.fleet.layouts import Resharding, received_bytes, replicated_on, weights_on
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.serve.device.executor import ModelExecutor
-from jaxmoe.serve.device.layers import stacked
+from jaxmoe.serve.device.layers import stack_layers
 
 
 class MeshExecutor(ModelExecutor):
@@ -34,7 +34,7 @@ class MeshExecutor(ModelExecutor):
             ValueError: The weights are quantised, or the mesh has other axes.
         """
         with self._in_mesh():
-            stacked_params = stacked(self._params)
+            stacked_params = stack_layers(self._params)
         params = weights_on(self.model, stacked_params, ServedConfig.of(execution), mesh)
         weight_bytes = received_bytes(stacked_params, params)
         del stacked_params  # a copy, where the layers are apart

@@ -130,7 +130,7 @@ class Fleet:
             now: Seconds on the fleet's clock.
 
         Returns:
-            Copies to execute; `copied` takes each that is done.
+            Copies to execute; `note_copy` takes each that is done.
         """
         if self.num_open > 1:
             for move in self._dispatcher.rebalance(self.view(now)):
@@ -169,7 +169,7 @@ class Fleet:
         migration = self._moves.get(copy.move.id)
         return migration is not None and migration.copy is copy
 
-    def copied(self, copy: Copy) -> None:
+    def note_copy(self, copy: Copy) -> None:
         """Take a copy that is done; that of a move which was taken back is ignored.
 
         Args:
@@ -179,7 +179,7 @@ class Fleet:
         if not self.is_current(copy):
             return
         migration = self._moves[copy.move.id]
-        migration.copied()
+        migration.note_copy()
         if migration.is_live and copy.is_paused:
             self.most_paused = max(self.most_paused, len(copy.pages))
 

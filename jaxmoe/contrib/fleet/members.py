@@ -211,6 +211,6 @@ class FleetMembers(Members):
             if (error := done.exception()) is not None:
                 self._fail(target, f"a move failed: {type(error).__name__}: {error}")
                 return
-            self.fleet.copied(copy)
+            self.fleet.note_copy(copy)
 
         self._call(source, source.executor.read_pages, copy.pages, then=write)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxmoe.contrib.fleet.dispatch import Move
-from jaxmoe.contrib.fleet.moves import depart, departed, receive, stay
+from jaxmoe.contrib.fleet.moves import depart, receive, release_departed, stay
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.sequence import Sequence
@@ -92,11 +92,11 @@ class Migration:
         if receive(self._target, sequence, self._pages, self._num_shared) is None:
             return self.abort() if self.is_live else None
         del self._target.incoming[sequence.id]
-        departed(self._source, sequence.id)
+        release_departed(self._source, sequence.id)
         self.is_over = self.has_landed = True
         return None
 
-    def copied(self) -> None:
+    def note_copy(self) -> None:
         """Note that the copy under way is done."""
         assert self.copy is not None  # asked by the caller
         self._num_copied += len(self.copy.pages)

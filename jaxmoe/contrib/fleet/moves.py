@@ -49,7 +49,7 @@ def fork(instance: Instance, id_: int, request: Request, now: float) -> tuple[Ev
 
 
 def depart(instance: Instance, id_: int) -> Sequence:
-    """Mark a running sequence as moving; its pages stay until `departed`.
+    """Mark a running sequence as moving; its pages stay until `release_departed`.
 
     Args:
         instance: Source.
@@ -72,7 +72,7 @@ def stay(instance: Instance, id_: int) -> None:
     instance.queues.enter(sequence)
 
 
-def departed(instance: Instance, id_: int) -> None:
+def release_departed(instance: Instance, id_: int) -> None:
     """Give back the pages of a sequence that another instance has received."""
     sequence = instance.queues.sequences.pop(id_)
     instance.queues.leave(sequence)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxmoe.adapters import folded
+from jaxmoe.adapters import fold_adapters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.context import LayerContext
@@ -145,7 +145,7 @@ class Chain:
             )
         state = initial_router_state(model) if router_state is None else router_state
         if model.adapter is not None and model.adapter.has_view:
-            params = jax.jit(folded, static_argnums=(1, 2))(
+            params = jax.jit(fold_adapters, static_argnums=(1, 2))(
                 params, model.adapter, model.layer_numbers
             )
             model = dataclasses.replace(model, adapter=None)
@@ -225,7 +225,7 @@ class Chain:
         """Return the residual stream as if no layer followed, before the final norm."""
         return _end(self.model, self.execution, stream)
 
-    def normed(self, stream: Stream) -> Float[Array, "B S D"]:
+    def norm_output(self, stream: Stream) -> Float[Array, "B S D"]:
         """Return the activations after the final norm of a stream after the last layer."""
         gain = self.params["final_norm"]["gain"]
         return rms_norm(self.hidden(stream), gain, self.model.norm_epsilon)

@@ -28,7 +28,7 @@ from jaxmoe.layers.block import Block
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.models.stacks import Layer, LayerCall
-from jaxmoe.routing.telemetry.recording import RECORDED, recorded
+from jaxmoe.routing.telemetry.recording import RECORDED, record_router
 from sharding.assignments import Assignments
 from sharding.expert_parallel import ExpertAxes, LocalConfig
 from sharding.expert_parallel.dispatched import Outgoing
@@ -51,7 +51,7 @@ def route(
     """
     kind = call.stack.kind
     moe = call.stack.kind.feed_forward
-    watched = Layer(kind.mixer, recorded(moe, stream.x.shape[0] * stream.x.shape[1]))
+    watched = Layer(kind.mixer, record_router(moe, stream.x.shape[0] * stream.x.shape[1]))
     bare = dataclasses.replace(stream, cache=None)
     ids, rows = _route(*_of(chain, call, watched), bare, tokens)
     return jax.device_get(ids), rows
@@ -115,7 +115,7 @@ def _route(*arguments: Any) -> tuple[Array, Array]:
     nothing = jnp.zeros((tokens * top_k, stream.x.shape[-1]), dtype)
     block, layer_params, inputs = _layer(of_layer, nothing)
     outputs: Any = block.apply(layer_params, stream, inputs, about, method="feed")[1]
-    rows: Any = block.apply(layer_params, stream, method="fed")
+    rows: Any = block.apply(layer_params, stream, method="feed_forward_input")
     return outputs.statistics.extra[RECORDED] - 1, rows.astype(dtype).reshape(tokens, -1)
 
 

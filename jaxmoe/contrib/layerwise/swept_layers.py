@@ -121,4 +121,4 @@ class SweptLayersConfig(NextTokenConfig):
         key = jax.random.fold_in(given["key"], _OF_SWEEPS)
         drawn = jax.random.randint(key, (), 0, self.sweeps)
         stream = jax.tree.map(lambda *parts: jnp.take(jnp.stack(parts), drawn, axis=0), *streams)
-        return jnp.float32(self.weight) * loss_of(chain.normed(stream))
+        return jnp.float32(self.weight) * loss_of(chain.norm_output(stream))

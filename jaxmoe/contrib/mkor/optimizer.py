@@ -138,7 +138,9 @@ def scale_by_mkor(
         def move(factors: dict[str, Array], mean: Any) -> Any:
             return _nest(
                 {
-                    path: jnp.where(is_due, updated(old, mean(stats, path), decay, largest), old)
+                    path: jnp.where(
+                        is_due, update_factors(old, mean(stats, path), decay, largest), old
+                    )
                     for path, old in factors.items()
                 }
             )
@@ -162,7 +164,7 @@ def _nest(flat: dict[str, Any]) -> Any:
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
-def updated(
+def update_factors(
     inverse: Float[Array, "L n n"], mean: Float[Array, "L n"], decay: float, largest: float
 ) -> Float[Array, "L n n"]:
     """Return the inverse factors after one more mean.

@@ -58,7 +58,7 @@ class FileArray(ExternalArray):
         """Return whether a later step has replaced the values."""
         return self._files.version != self._version
 
-    def renewed(self) -> FileArray:
+    def renew(self) -> FileArray:
         """Return the array with the values that the files have now."""
         return FileArray(self._files, self._where, self)
 

@@ -135,7 +135,7 @@ def open_files(directory: str, step: Step, shapes: TrainState) -> PartFiles:
             f"execution.optimizer_memory=files keeps the state of one process, and there are"
             f" {jax.process_count()}: set execution.optimizer_memory to host"
         )
-    trained = step.table.trained(shapes.params) if step.table is not None else shapes.params
+    trained = step.table.select_trained(shapes.params) if step.table is not None else shapes.params
     leaves = jax.tree.leaves(shapes.opt_state)
     parts = parts_of(step.model, trained, shapes.opt_state, step.execution.optimizer_parts)
     return PartFiles(directory, [_layout(part, leaves) for part in parts])
@@ -177,7 +177,7 @@ class UpdateFromFiles(Update):
         """Return updates, parameters and state in one program, as planners trace it."""
         return UpdateInParts().update(step, state, inputs)
 
-    def jitted(self, step: Step) -> CheckedStep:
+    def jit_step(self, step: Step) -> CheckedStep:
         """Return the step of several programs, between which the host reads and writes files."""
         return CheckedStep(FilesStep(step, self.files), step.model.vocab_size)
 
@@ -260,7 +260,7 @@ class FilesStep:
         }
         counters = iter(state.opt_state)
         opt_state = jax.tree.map(
-            lambda leaf: leaf.renewed() if isinstance(leaf, FileArray) else next(counters),
+            lambda leaf: leaf.renew() if isinstance(leaf, FileArray) else next(counters),
             opt_state,
         )
         state = dataclasses.replace(state, opt_state=opt_state)
@@ -272,7 +272,7 @@ class FilesStep:
         return parts_of(self._step.model, trained, opt_state, number)
 
     def _select_trained(self, params: Any) -> Any:
-        return params if self._step.table is None else self._step.table.trained(params)
+        return params if self._step.table is None else self._step.table.select_trained(params)
 
     def _in_files(self, state: TrainState) -> Any:
         """Return the state of the optimiser with its arrays in the files."""
@@ -340,7 +340,7 @@ class FilesStep:
         gradients = step.begin(state, batch)
         summed = gradients.summed
         has_signal = gradients.has_signal
-        clipped = step.clipped(summed.grads)
+        clipped = step.clip_gradients(summed.grads)
         may_update = step.may_update(state, summed.loss, clipped.norm)
         prepared = PreparedUpdate(
             gradients=gradients._replace(summed=dataclasses.replace(summed, grads=None)),
@@ -398,7 +398,7 @@ class FilesStep:
     ) -> tuple[TrainState, StepMetrics]:
         params = jax.tree.map(place_like, params, self._select_trained(state.params))
         if self._step.table is not None:
-            params = self._step.table.merged(params, state.params)
+            params = self._step.table.merge(params, state.params)
         new = Counters(new=counters, old=state.opt_state, is_finite=is_finite)
         return self._judge(state, prepared, UpdatedParams(None, params, new))
 
@@ -411,7 +411,9 @@ class FilesStep:
     def _judge(
         self, state: TrainState, prepared: PreparedUpdate, update: UpdatedParams
     ) -> tuple[TrainState, StepMetrics]:
-        state, metrics, _ = self._step.guarded(state, prepared.gradients, prepared.clipped, update)
+        state, metrics, _ = self._step.guard_update(
+            state, prepared.gradients, prepared.clipped, update
+        )
         return state, metrics
 
 

@@ -19,7 +19,7 @@ class OptimizerFiles(ConfiguredPart):
 
     _files: PartFiles
 
-    def prepared(self, assembly: Assembly) -> Assembly:
+    def prepare(self, assembly: Assembly) -> Assembly:
         """Return the run with a step that updates from the files, which are opened."""
         where = assembly.execution.optimizer_directory or str(self.directory.path / "optimizer")
         files = self._files = open_files(where, assembly.step(), assembly.state_shapes())

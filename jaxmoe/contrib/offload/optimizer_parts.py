@@ -133,7 +133,7 @@ class UpdateInParts(Update):
         numbers = {module.name: module.parts or 1 for module in modules}
         return {name: 1 + 1 / number if number > 1 else 1.0 for name, number in numbers.items()}
 
-    def jitted(self, step: Step) -> CheckedStep:
+    def jit_step(self, step: Step) -> CheckedStep:
         """Return the step as one program; see the base class."""
         return one_program(step)
 
@@ -220,7 +220,7 @@ def update_in_parts(
         following = None
         if number + 1 < len(modules):
             following = owned[modules[number + 1].name].fetch(0, finite)
-        done, finite = mine.updated(update, stand_ins, first, finite)
+        done, finite = mine.update_parts(update, stand_ins, first, finite)
         updates[module.name], written[module.name] = done.updates, done.params
         for place, leaf in done.state.items():
             new[place] = leaf
@@ -261,7 +261,7 @@ class OwnedState:
         ]
         return dataclasses.replace(self, leaves=leaves)
 
-    def filled(self, owner: str, values: list[Array]) -> Any:
+    def fill(self, owner: str, values: list[Array]) -> Any:
         """Return a state with values for a module, zeros for others, and all counters."""
         mine = iter(values)
 
@@ -292,7 +292,7 @@ class OwnedState:
             grads: Gradients of the part.
             params: Parameters of the part.
         """
-        state = self.filled(owner, leaves)
+        state = self.fill(owner, leaves)
         updates, new = update(stand_ins[0] | {owner: grads}, state, stand_ins[1] | {owner: params})
         sums = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates[owner])
         new_leaves = self.structure.flatten_up_to(new)
@@ -335,7 +335,7 @@ class OwnedModule:
         needed, _ = jax.lax.optimization_barrier((needed, after))
         return jax.device_put(needed, _DEVICE)
 
-    def updated(
+    def update_parts(
         self, update: Updater, stand_ins: tuple[Any, Any], first: Any, finite: Array
     ) -> tuple[_Done, Array]:
         """Return the results of all parts, and whether everything was finite so far.

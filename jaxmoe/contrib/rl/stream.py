@@ -166,7 +166,7 @@ class SampleStore:
         def is_free(row: _HeldRow) -> bool:
             return not any(column in row.values or column in row.claimed for column in writes)
 
-        def claimed() -> list[SampleRow] | None:
+        def claim_one() -> list[SampleRow] | None:
             free = [id_ for id_, row in self._rows.items() if _has(row, reads) and is_free(row)]
             if len(free) < number:
                 return None
@@ -174,7 +174,7 @@ class SampleStore:
                 self._rows[id_].claimed.update(writes)
             return [self._row(id_, reads) for id_ in free[:number]]
 
-        return self._wait(claimed, timeout)
+        return self._wait(claim_one, timeout)
 
     def fill(self, number: int, **values: Any) -> bool:
         """Write columns of a claimed row.

@@ -60,7 +60,7 @@ class Bucket:
     checksum: int
     """CRC-32 of the rest."""
 
-    def computed(self) -> int:
+    def compute_checksum(self) -> int:
         """Return the checksum that the content has."""
         return zlib.crc32(self.payload, zlib.crc32(_HEAD.pack(self.leaf, self.start, self.changed)))
 
@@ -127,7 +127,7 @@ def update(previous: Any, current: Any, *, bucket: int = BUCKET) -> SparseUpdate
                 name = Bucket(
                     leaf=leaf, start=start, changed=len(places), payload=payload, checksum=0
                 )
-                buckets.append(dataclasses.replace(name, checksum=name.computed()))
+                buckets.append(dataclasses.replace(name, checksum=name.compute_checksum()))
     return SparseUpdate(
         base=before.checksum,
         result=after.checksum,
@@ -157,7 +157,7 @@ def apply(previous: Any, change: SparseUpdate) -> Any:
     is_copied = [False] * len(bits)
     for number, bucket in enumerate(change.buckets):
         where = f"bucket {number + 1} of {len(change.buckets)}"
-        if bucket.computed() != bucket.checksum:
+        if bucket.compute_checksum() != bucket.checksum:
             raise UpdateError(f"{where} of an update is damaged: its checksum differs; send again")
         if bucket.leaf >= len(bits) or bucket.start >= len(bits[bucket.leaf]):
             raise UpdateError(f"{where} of an update lies outside of the parameters")

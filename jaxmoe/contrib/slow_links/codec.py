@@ -67,7 +67,7 @@ def error_feedback(codec: Codec, decay: float = 1.0) -> Codec:
     )
 
 
-def controlled(codec: Codec, gain: float) -> Codec:
+def controlled_codec(codec: Codec, gain: float) -> Codec:
     """Return a codec that sends increments of what receivers hold (EControl, arXiv 2311.05645).
 
     sent = C(gain * e + x - h);  e = e + x - h - sent;  h = h + sent

@@ -30,7 +30,7 @@ def flat(tree: Any) -> dict[str, Any]:
     return traverse_util.flatten_dict(tree, sep=SEPARATOR)
 
 
-def nested(arrays: Mapping[str, Any]) -> Any:
+def nest(arrays: Mapping[str, Any]) -> Any:
     """Return {path: array} as nested parameters."""
     return traverse_util.unflatten_dict(dict(arrays), sep=SEPARATOR)
 

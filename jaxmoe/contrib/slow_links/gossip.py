@@ -87,7 +87,7 @@ def random_peers(workers: int, rounds: int, share: float, seed: int) -> tuple[Pa
     return tuple(draw_round() for _ in range(rounds))
 
 
-def received(
+def receive(
     tree: PyTree[Array], table: Sequence[Pairs], setting: About, round: Int[Array, ""]
 ) -> PyTree[Array]:
     """Return what a worker receives in a round; anything if it receives nothing.

@@ -75,7 +75,7 @@ def _from_other_workers(search: Search) -> Begun | None:
     if state is None:
         return None
     search.lineage.check_own(search.checkpoints.shared_manifest(newest))
-    return search.begun(newest, state, f"step {newest}, with other workers")
+    return search.with_data(newest, state, f"step {newest}, with other workers")
 
 
 def with_other_workers(

@@ -102,7 +102,7 @@ class Site(RunPart):
         _check_site(config, site, config.execution.mesh.resolve(len(setting.devices)))
         return replace(setting, job=(site.member % site.of, site.of))
 
-    def restored(self, begun: Begun) -> None:
+    def restore(self, begun: Begun) -> None:
         """Find the other sites, which this one has not joined yet."""
         assembly = begun.assembly
         state = begun.state

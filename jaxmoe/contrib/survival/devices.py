@@ -37,6 +37,6 @@ class LinkMeasurements(ConfiguredPart):
             functools.partial(LinkProbe, assembly.mesh, PROBE_BYTES),
             every=self.config.watch.links_every,
             report=watches.warn,
-            log=watches.reporter.watched,
+            log=watches.reporter.log_numbers,
         )
         return (hook,)

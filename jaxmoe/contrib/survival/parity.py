@@ -46,7 +46,7 @@ class TooManyLostError(JaxmoeError, ValueError):
     """More than one process has lost its words."""
 
 
-def padded(num_words: int, processes: int) -> int:
+def pad_words(num_words: int, processes: int) -> int:
     """Return the least multiple of N - 1 blocks that holds a number of words."""
     blocks = max(processes - 1, 1)
     return -(-num_words // blocks) * blocks
@@ -76,7 +76,7 @@ def cut(buffer: Words, process: int, processes: int) -> UInt32[np.ndarray, "proc
     """Return the blocks of one process, with zeros at its own place.
 
     Args:
-        buffer: As many words as `padded` returns.
+        buffer: As many words as `pad_words` returns.
         process: Number of the process.
         processes: Number of processes.
     """
@@ -87,7 +87,7 @@ def encode_reference(buffers: Mapping[int, Words], processes: int) -> dict[int, 
     """Return the parity of each process from the words of all.
 
     Args:
-        buffers: Words by process, all of a length from `padded`.
+        buffers: Words by process, all of a length from `pad_words`.
         processes: Number of processes.
     """
     if processes == 1:
@@ -168,7 +168,7 @@ class Peers:
             rebuilt[:, part] = next(iter(sums.values()))
         return np.delete(rebuilt, lost, axis=0).reshape(-1), np.negative(rebuilt[lost])
 
-    def shared(self, holder: int, buffers: Mapping[int, Words]) -> Words:
+    def share_words(self, holder: int, buffers: Mapping[int, Words]) -> Words:
         """Return the words of one process, on every process.
 
         Args:

@@ -50,7 +50,7 @@ from jaxmoe.contrib.survival.surviving import (
     Survivors,
     damaged_steps,
     inside,
-    opened,
+    open_surviving,
     overlap,
     survey,
 )
@@ -108,7 +108,7 @@ def restore_averaged(
         try:
             survey_of_step = survey(step)
             check(survey_of_step.manifest)
-            with opened(survey_of_step) as survivors:
+            with open_surviving(survey_of_step) as survivors:
                 return _restore(survivors, state, table, str(step))
         except CheckpointAbandonedError:
             continue
@@ -340,7 +340,7 @@ def _changes(
 class Replacement(ConfiguredPart):
     """Replaces what is lost of a state, and records it in lineage and summary."""
 
-    def prepared(self, assembly: Assembly) -> Assembly:
+    def prepare(self, assembly: Assembly) -> Assembly:
         """Return the assembly with a higher learning rate after the steps of replacements."""
         is_first = jax.process_index() == 0
         events = shared_lineage(self.directory)
@@ -386,7 +386,7 @@ def begun_with(search: Search, averaged: Averaged) -> Begun:
         averaged: State.
     """
     origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"
-    begun = search.begun(averaged.step, averaged.state, origin)
+    begun = search.with_data(averaged.step, averaged.state, origin)
     raised = with_raised_rate(begun.assembly, (averaged.step,))
     return dataclasses.replace(begun, assembly=raised, changes=averaged.changes)
 

@@ -83,16 +83,16 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     state = dataclasses.replace(state, opt_state=(), step=number)
     measure = _measure(assembly, dumped.batch.tokens.shape[0])
 
-    def measured(batch: Batch) -> tuple[float, dict[str, tuple[float, int]]]:
+    def measure_replay(batch: Batch) -> tuple[float, dict[str, tuple[float, int]]]:
         loss, arrays = jax.device_get(
             measure(state, global_batch(_own(batch, assembly.mesh), assembly.mesh))
         )
         return float(loss), {path: (float(n), int(bad)) for path, (n, bad) in arrays.items()}
 
-    loss, arrays = measured(dumped.batch)
+    loss, arrays = measure_replay(dumped.batch)
     rows = []
     for place, row in enumerate(dumped.rows.tolist()):
-        alone, its_arrays = measured(_repeat(dumped.batch, place))
+        alone, its_arrays = measure_replay(_repeat(dumped.batch, place))
         rows.append({"row": row, "place": place, "loss": alone, **_total(its_arrays)})
     suspects = [
         {"array": path, "grad_norm": norm, "not_finite": bad}

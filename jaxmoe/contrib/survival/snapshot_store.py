@@ -38,7 +38,7 @@ from jaxmoe.checkpoint.manifest import (
     check_target,
     make_manifest,
 )
-from jaxmoe.contrib.survival.parity import Block, Peers, TooManyLostError, only_lost, padded
+from jaxmoe.contrib.survival.parity import Block, Peers, TooManyLostError, only_lost, pad_words
 from jaxmoe.contrib.survival.pieces import Piece, num_words, pack_words, pieces_of, place_words
 from jaxmoe.contrib.survival.relayout import Parts
 from jaxmoe.contrib.survival.snapshot_files import (
@@ -297,7 +297,7 @@ class SnapshotStore:
         if check is not None:
             check(manifest)
         check_target(manifest, target, f"the snapshot of step {step} in memory")
-        size = padded(max(map(num_words, pieces)), found.of)
+        size = pad_words(max(map(num_words, pieces)), found.of)
         nothing = np.zeros(size, np.uint32), np.zeros(size // max(found.of - 1, 1), np.uint32)
         read = {
             member: files.load(step) if member in holders.values() else nothing
@@ -311,7 +311,7 @@ class SnapshotStore:
                 parity = {member: block for member, (_, block) in read.items()}
                 part, _ = self._peers.rebuild(number, buffers, parity, saved, found.of)
             else:
-                part = self._peers.shared(holders[number], buffers)
+                part = self._peers.share_words(holders[number], buffers)
             parts.fill(pieces[number], part)
         state = parts.state()
         check_fingerprints(manifest, state, f"the snapshot of step {step} in memory")
@@ -323,7 +323,7 @@ class SnapshotStore:
         shapes = {path: (leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in leaves.items()}
         if self._found is None or self._found[0] != shapes:
             pieces = pieces_of(state, self._devices)
-            size = padded(max(map(num_words, pieces)), len(pieces))
+            size = pad_words(max(map(num_words, pieces)), len(pieces))
             self._found = shapes, pieces, size
         return self._found[1:]
 

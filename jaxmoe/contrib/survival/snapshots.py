@@ -71,7 +71,7 @@ class Snapshots(ConfiguredPart):
         self._store: SnapshotStore | None = None
         self._restored: int | None = None
 
-    def prepared(self, assembly: Assembly) -> Assembly:
+    def prepare(self, assembly: Assembly) -> Assembly:
         """Open the snapshots of this process."""
         self._store = open_snapshots(assembly, self.directory)
         return assembly
@@ -84,7 +84,7 @@ class Snapshots(ConfiguredPart):
         older = (Place.LOST, functools.partial(self._older, self._store))
         return (newest, older) if self._averages else (newest,)
 
-    def restored(self, begun: Begun) -> None:
+    def restore(self, begun: Begun) -> None:
         """Delete the snapshots, unless the run begins with one."""
         del begun
         if self._store is not None and self._restored is None:
@@ -103,9 +103,9 @@ class Snapshots(ConfiguredPart):
             last_step=config.training.steps,
             before=watches.reporter.flush,
         )
-        return (watches.timed(hook, CHECKPOINT),)
+        return (watches.time_hook(hook, CHECKPOINT),)
 
-    def ended(self, step: int, status: str) -> None:
+    def end(self, step: int, status: str) -> None:
         """Wait for the snapshot that is written; after refused steps delete all."""
         del step
         self.close()
@@ -152,7 +152,7 @@ class Snapshots(ConfiguredPart):
         """Return the state of a snapshot, and keep no other."""
         self._restored = restored.step
         store.keep_only(restored.step)
-        return search.begun(restored.step, restored.state, restored.words)
+        return search.with_data(restored.step, restored.state, restored.words)
 
 
 class SnapshotHook:

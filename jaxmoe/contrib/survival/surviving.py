@@ -115,7 +115,7 @@ def _survey(step: pathlib.Path) -> dict[str, Any]:
     manifest = read_manifest(step)
     lost = {}
     result = Survey(step=step, manifest=manifest, files=tuple(names), stored={}, lost={})
-    with opened(result) as survivors:
+    with open_surviving(result) as survivors:
         if lines := bounds.contents(survivors.place, has_store=False):
             raise CheckpointDamagedError(f"{step}: {'; '.join(lines[:5])}")
         result.stored.update(_store(survivors.place, manifest))
@@ -229,7 +229,7 @@ class SurvivingFiles(Survivors):
 
 
 @contextlib.contextmanager
-def opened(survey: Survey) -> Iterator[SurvivingFiles]:
+def open_surviving(survey: Survey) -> Iterator[SurvivingFiles]:
     """Open what is left of a step, through a directory of links to the files that are whole.
 
     Args:

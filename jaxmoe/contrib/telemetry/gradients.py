@@ -193,7 +193,7 @@ class GradientComparison(ConfiguredPart):
             )
 
         def report(step: int, gradients: WorkerGradients) -> None:
-            watches.reporter.watched(step, gradient_scalars(gradients))
+            watches.reporter.log_numbers(step, gradient_scalars(gradients))
             watches.compare(step, "gradient norm", gradients.norm, _PROBES, "probes")
 
         hook = GradientHook(

@@ -54,7 +54,7 @@ class Telemetry(RunPart):
             self._indicators = IndicatorRecorder(path / INDICATORS, step)
             self._congestion = CongestionRecorder(path / CONGESTION, step)
 
-    def trained(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
+    def step_numbers(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
         """Record a step; return its indicators over layers and, every few steps, gamma_eff."""
         assert self._indicators is not None and self._congestion is not None  # by `begin`
         indicators, quality = (metrics.measures.get(name) for name in ("indicators", "quality"))

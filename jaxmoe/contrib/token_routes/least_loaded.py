@@ -112,7 +112,7 @@ class LeastLoadedConfig(Dispatcher):
             transport=self.transport,
         )
         weights = with_borrowed(outgoing.weights, plan, axes.expert)
-        return sent.dispatched(weights, outgoing.none_dropped())
+        return sent.dispatch_results(weights, outgoing.none_dropped())
 
     def transport_choice(self) -> TransportChoice:
         """Return the transport of rows between devices and its reason."""

@@ -183,7 +183,7 @@ class TokenOrder(TokenMoves):
         """Return the local assignments; see `count_local`."""
         return {LOCAL_ASSIGNMENTS: count_local(expert_ids, self, num_experts, axes)}
 
-    def carried(
+    def carry_tokens(
         self, expert_ids: Int[Array, "T K"], num_experts: int, axes: ExpertAxes
     ) -> Int[Array, " T"]:
         """Return the device with most of a token's experts; see `homes`."""

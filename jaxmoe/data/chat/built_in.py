@@ -47,7 +47,7 @@ class ChatML:
         if add_generation_prompt:
             yield from (_BEGIN, ChatPiece("text", f"{ANSWER}\n"))
 
-    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+    def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return the marks that are not distinct from the same text in a message."""
         marks = (_BEGIN.text, _END.text)
         return [
@@ -87,7 +87,7 @@ class Plain:
         if add_generation_prompt:
             yield ChatPiece("text", f"{ANSWER.capitalize()}:\n")
 
-    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+    def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return nothing: there are no marks but words."""
         del tokenizer
         return ()

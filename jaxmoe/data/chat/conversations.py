@@ -17,7 +17,7 @@ from jaxmoe.data.chat.messages import (
     as_json,
     read_conversation,
 )
-from jaxmoe.data.chat.render import TrainOn, masked
+from jaxmoe.data.chat.render import TrainOn, mask_conversation
 from jaxmoe.data.chat.template import ChatTemplate
 from jaxmoe.data.files import FileCollection
 from jaxmoe.data.held_out import digest
@@ -92,7 +92,9 @@ class Conversations(FileCollection):
         if tokenizer is None:
             pieces = self._template.pieces(messages, add_generation_prompt=False)
             return Record(where, "".join(piece.text for piece in pieces), digest=key)
-        tokens, weights, endless = masked(messages, self._template, tokenizer, self._train_on)
+        tokens, weights, endless = mask_conversation(
+            messages, self._template, tokenizer, self._train_on
+        )
         if endless:
             self._endless[where] = endless
         tokens = tokens.astype(np.uint8) if tokenizer.vocab_size <= 256 else tokens

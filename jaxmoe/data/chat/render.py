@@ -70,7 +70,7 @@ def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[
     return (tuple(_control_ids(template.end, tokenizer).tolist()),)
 
 
-def masked(
+def mask_conversation(
     messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, train_on: TrainOn
 ) -> Masked:
     """Return the token ids of a conversation, and which of them to train on.
@@ -161,7 +161,7 @@ def _check_contents(
 @functools.lru_cache(maxsize=16)
 def _list_reserved(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the texts that messages must not spell."""
-    return tuple(template.reserved(tokenizer))
+    return tuple(template.reserved_texts(tokenizer))
 
 
 def _length_of_prefix(

@@ -47,7 +47,7 @@ class ChatTemplate(Protocol):
         """
         ...
 
-    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+    def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return texts that a message must not spell, because they would be read as control."""
         ...
 

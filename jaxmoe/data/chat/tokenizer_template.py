@@ -80,7 +80,7 @@ class TokenizerTemplate:
             ) from error
         yield ChatPiece("control", "".join(parts))
 
-    def reserved(self, tokenizer: Tokenizer) -> Sequence[str]:
+    def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return all special tokens, because text and control are one piece."""
         return tokenizer.special_tokens
 

@@ -12,7 +12,7 @@ from jaxmoe.data.batch import DataError
 from jaxmoe.data.documents import BadRecords
 from jaxmoe.data.packing import Long, Packing
 from jaxmoe.data.subset import PartitionedConfig
-from jaxmoe.data.text_only import TextOnly, copied
+from jaxmoe.data.text_only import TextOnly, copy_config
 from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from jaxmoe.disk import cache_directory
 
@@ -53,7 +53,7 @@ class ReadingConfig(PartitionedConfig):
 
     def with_tokenizer(self, path: pathlib.Path) -> Any:
         """Return the config with a copy of its tokenizer.json, if it has one."""
-        return dataclasses.replace(self, tokenizer=copied(self.tokenizer, path))
+        return dataclasses.replace(self, tokenizer=copy_config(self.tokenizer, path))
 
     def build_text(self, seed: int = 0) -> Any:
         """Return a source that encodes and decodes; it reads data only to train a tokenizer.

@@ -105,7 +105,7 @@ class TokenizerConfig(abc.ABC):
         """Directory of its file, in which other files describe it; None without a file."""
         return None
 
-    def moved(self, before: pathlib.Path, after: pathlib.Path) -> TokenizerConfig:
+    def move_file(self, before: pathlib.Path, after: pathlib.Path) -> TokenizerConfig:
         """Return the config with `after` in the place of the file `before`, if it names that."""
         del before, after
         return self

@@ -72,7 +72,7 @@ class FileConfig(TokenizerConfig):
         path = pathlib.Path(self.path).expanduser()
         return path if path.is_dir() else path.parent
 
-    def moved(self, before: pathlib.Path, after: pathlib.Path) -> FileConfig:
+    def move_file(self, before: pathlib.Path, after: pathlib.Path) -> FileConfig:
         """Return the config with `after` in the place of the file `before`, if it names that."""
         if pathlib.Path(self.path) != before:
             return self

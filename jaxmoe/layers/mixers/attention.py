@@ -163,7 +163,7 @@ class AttentionConfig(AttentionMixer):
         precision = execution.precision
         return empty_pages(shape, precision.cache, precision.compute_dtype, execution.placement)
 
-    def paged(self, pool: Any, tables: PageTables) -> PagedCache:
+    def paged_cache(self, pool: Any, tables: PageTables) -> PagedCache:
         """Return the cache of a step of serving."""
         return PagedCache(pool, tables)
 

@@ -68,18 +68,18 @@ def state_before(
     first = jnp.argmax(segment_ids != 0, axis=1)[:, None]  # 0 in a part of padding
     continues = jnp.take_along_axis(is_same, first, axis=1)[:, 0]
 
-    def masked(mask: Array, values: Array) -> Array:
+    def mask_rows(mask: Array, values: Array) -> Array:
         mask = mask.reshape(-1, *(1,) * (last_state.ndim - 1))
         return jnp.where(mask, values, jnp.zeros_like(values))
 
-    factor = masked(jnp.all(is_same, axis=1), decay)
+    factor = mask_rows(jnp.all(is_same, axis=1), decay)
     state = last_state
     step = 1
     while step < jax.lax.axis_size(axes):
         other_factor, other_state = _passed_on((factor, state), step, axes)
         factor, state = factor * other_factor, state + factor * other_state
         step *= 2
-    return masked(continues, _passed_on(state, 1, axes))
+    return mask_rows(continues, _passed_on(state, 1, axes))
 
 
 def _document_before(segment_ids: Array, axes: tuple[str, ...]) -> Int[Array, " B"]:

@@ -197,7 +197,7 @@ class LatentAttentionConfig(AttentionMixer):
         precision = execution.precision
         return empty_pages(shape, "compute", precision.compute_dtype, execution.placement)
 
-    def paged(self, pool: Float[Array, "L P G 1 H"], tables: PageTables) -> PagedLatents:
+    def paged_cache(self, pool: Float[Array, "L P G 1 H"], tables: PageTables) -> PagedLatents:
         """Return the cache of a step of serving."""
         return PagedLatents(pool, tables)
 

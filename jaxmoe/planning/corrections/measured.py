@@ -32,7 +32,7 @@ def measured_chip(chip: Chip, plan: StepPlan, seconds: float) -> Chip:
     """
     sizes = Sizes.of(plan)
     open_ended = predict_time(plan, dataclasses.replace(chip, overlap=math.inf))
-    communicated = open_ended.communicated
+    communicated = open_ended.all_communication
     hideable = open_ended.hidden
     least = executed_flops(sizes) / math.prod(sizes.mesh.values()) / chip.flops
     # The inverse of `StepTime.step`: compute - min(hideable, overlap * compute) = left.

@@ -99,7 +99,7 @@ def flows_of(
     return Flows(count=count, bytes=sent / max(1, len(steps)))
 
 
-def sprayed(flows: Flows, fabric: Fabric) -> float:
+def spray_bytes(flows: Flows, fabric: Fabric) -> float:
     """Return the bytes on the fullest link when every flow is cut over all spines.
 
     Args:
@@ -187,7 +187,7 @@ def spreads(flows: Flows, fabric: Fabric, splits: Sequence[int] = (2, 4)) -> lis
         **{f"split {k}": split_loads(flows, fabric, lambda _, k=k: k) for k in splits},
         "exact": split_loads(flows, fabric, lambda number: exact_parts(number, fabric.spines)),
     }
-    ideal = sprayed(flows, fabric)
+    ideal = spray_bytes(flows, fabric)
     return [
         Spread(
             name=name,

@@ -17,7 +17,7 @@ from jaxmoe.planning.network.fabric import (
     exact_parts,
     flows_of,
     single_path_bound,
-    sprayed,
+    spray_bytes,
     spreads,
 )
 from jaxmoe.planning.network.host_order import (
@@ -179,7 +179,7 @@ def _fabric(config: NetworkConfig, plan: StepPlan, chip: Chip) -> Iterator[str]:
     for entry in step_traffic(plan):
         kind = "all-to-all" if entry.reason in _ALL_TO_ALL else "collective-permute"
         flows = flows_of(kind, entry.axes, entry.bytes, mesh, fabric)
-        ideal = sprayed(flows, fabric)
+        ideal = spray_bytes(flows, fabric)
         if not ideal:
             continue
         shown = ", ".join(f"{way.name} {way.congestion:.2f}" for way in spreads(flows, fabric))

@@ -8,8 +8,8 @@ The row of a token is written by its device and 0 on all others, so the record i
 devices like every other statistic and complete on any mesh, stacked over layers. It costs N K
 numbers per layer on each device.
 
-`recorded` wraps the router of a model that is evaluated, not trained or saved; the wrapper is not a
-router of the catalogue.
+`record_router` wraps the router of a model that is evaluated, not trained or saved; the wrapper is
+not a router of the catalogue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.jax_versions import match_varying
 RECORDED = "recorded"
 
 
-def recorded(moe: Any, num_tokens: int) -> Any:
+def record_router(moe: Any, num_tokens: int) -> Any:
     """Return a MoEConfig whose router is recorded.
 
     Args:

@@ -50,7 +50,7 @@ class TiledProduct:
         return 2.0 * self.count * self.rows * self.inputs * self.outputs
 
     @property
-    def executed(self) -> float:
+    def executed_flops(self) -> float:
         """FLOPs with tiles filled up."""
         rows = _up(math.ceil(self.rows), EXPERT_ROWS if self.is_expert else TILE)
         inputs = _up(self.inputs, INPUT_STEP)
@@ -58,9 +58,9 @@ class TiledProduct:
         return 2.0 * self.count * rows * inputs * outputs
 
     @property
-    def wasted(self) -> float:
+    def wasted_share(self) -> float:
         """Share of the executed FLOPs that are not needed."""
-        return 1.0 - self.flops / self.executed
+        return 1.0 - self.flops / self.executed_flops
 
     @property
     def advice(self) -> str:
@@ -144,11 +144,11 @@ def sizes_rows(plan: StepPlan) -> list[tuple[str, ...]]:
             f"{row.rows:g}",
             str(row.inputs),
             str(row.outputs),
-            f"{row.wasted:.1%}",
+            f"{row.wasted_share:.1%}",
         )
         for row in product_list
     ]
-    executed = sum(row.executed for row in product_list)
+    executed = sum(row.executed_flops for row in product_list)
     wasted = 1.0 - sum(row.flops for row in product_list) / executed
     count = sum(row.count for row in product_list)
     return [*rows, ("all", str(count), "", "", "", f"{wasted:.1%}")]

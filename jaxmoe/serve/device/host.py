@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxmoe.serve.device.transfers import HeldPages, host_bytes, joined, parted
+from jaxmoe.serve.device.transfers import HeldPages, host_bytes, join_pages, part_pages
 from jaxmoe.serve.step import Swap
 
 
@@ -44,7 +44,7 @@ class HostPages:
         """
         named_pages = [self._named[name] for name in swap.names[: swap.kept]]
         unnamed = swap.pages[swap.kept :]
-        pages = (*named_pages, *(parted(read(unnamed)) if unnamed else ()))
+        pages = (*named_pages, *(part_pages(read(unnamed)) if unnamed else ()))
         self._swapped[swap.id] = pages
         self._named |= dict(zip(swap.names, pages, strict=False))
         for name in swap.dropped:
@@ -57,7 +57,7 @@ class HostPages:
             swap: Pages that return to the device.
             write: Writes the content of some pages.
         """
-        write(swap.pages, joined(self._swapped.pop(swap.id)))
+        write(swap.pages, join_pages(self._swapped.pop(swap.id)))
 
     def drop(self, number: int) -> None:
         """Free the pages of a swapped sequence that has ended."""

@@ -67,7 +67,7 @@ def apart(model: ModelConfig, params: Any) -> Any:
     return {**params, **{s.name: layers(params[s.name], s.length) for s in model.scans}}
 
 
-def stacked(params: Any) -> Any:
+def stack_layers(params: Any) -> Any:
     """Return the parameters with stacks of layers; undoes `apart`.
 
     Args:

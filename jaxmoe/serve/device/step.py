@@ -30,8 +30,8 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.sampling import Limits, choose_each
 from jaxmoe.models.transformer import forward
-from jaxmoe.routing.telemetry.recording import RECORDED, recorded
-from jaxmoe.serve.device.layers import stacked
+from jaxmoe.routing.telemetry.recording import RECORDED, record_router
+from jaxmoe.serve.device.layers import stack_layers
 from sharding.sequence_parallel import PageTables
 
 Pools = dict[str, Any]
@@ -107,9 +107,9 @@ def make_step(
         params: Any, router_state: Any, pools: Pools, inputs: StepInputs
     ) -> tuple[StepOutputs, Pools]:
         watched = model
-        params = stacked(params)
+        params = stack_layers(params)
         if options.has_experts:
-            watched = dataclasses.replace(model, moe=recorded(model.moe, len(inputs.tokens)))
+            watched = dataclasses.replace(model, moe=record_router(model.moe, len(inputs.tokens)))
         output = forward(
             watched,
             execution,
@@ -119,7 +119,9 @@ def make_step(
             token_mask=inputs.positions[None] >= 0,
             router_state=router_state,
             context={} if inputs.adapters is None else {"task": inputs.adapters[None]},
-            cache={path: mixers[path].paged(pool, inputs.tables) for path, pool in pools.items()},
+            cache={
+                path: mixers[path].paged_cache(pool, inputs.tables) for path, pool in pools.items()
+            },
             has_logits=False,
         )
         # Whole on every device, so that all of them draw the same tokens as one device.
@@ -131,7 +133,7 @@ def make_step(
         if output.statistics is not None:
             outputs = outputs._replace(load=output.statistics.counts)
         if options.has_experts:
-            assert output.statistics is not None  # `recorded` has refused a model without MoE
+            assert output.statistics is not None  # `record_router` has refused a model without MoE
             outputs = outputs._replace(experts=output.statistics.extra[RECORDED] - 1)
         assert output.cache is not None  # given
         return outputs, {path: cache.pool for path, cache in output.cache.items()}

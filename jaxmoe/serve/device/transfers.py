@@ -98,7 +98,7 @@ def make_transfers(execution: ServedConfig) -> Transfers:
     return Transfers(copy, to_host, from_host)
 
 
-def parted(host_pages: HeldPages) -> list[HeldPages]:
+def part_pages(host_pages: HeldPages) -> list[HeldPages]:
     """Return pages one by one, each with memory of its own."""
     count = len(host_pages.experts)
     return [
@@ -110,7 +110,7 @@ def parted(host_pages: HeldPages) -> list[HeldPages]:
     ]
 
 
-def joined(pages: Sequence[HeldPages]) -> HeldPages:
+def join_pages(pages: Sequence[HeldPages]) -> HeldPages:
     """Return some pages as one block."""
     pools = jax.tree.map(
         lambda *parts: np.concatenate(parts, 1), *(page_group.pools for page_group in pages)

@@ -123,7 +123,7 @@ class Form(abc.ABC):
         choice.has_begun = True
         return self._head | {"object": self.chunk_kind, "choices": [written]}
 
-    def counted(self, counts: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return the object that ends a stream with the counts of tokens."""
         return self._head | {"object": self.chunk_kind, "choices": [], "usage": counts}
 

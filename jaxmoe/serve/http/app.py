@@ -117,7 +117,7 @@ class Endpoint:
     def _guard(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a route that asks for the key and answers errors in their form."""
 
-        async def guarded(request: Any) -> Any:
+        async def guard_call(request: Any) -> Any:
             try:
                 if answer not in (self._health, self._page):
                     self._check_key(request)
@@ -125,7 +125,7 @@ class Endpoint:
             except HTTPError as error:
                 return self._error(error)
 
-        return guarded
+        return guard_call
 
     def _check_key(self, request: Any) -> None:
         header = request.headers.get("authorization", "")
@@ -345,7 +345,7 @@ async def _stream(
                 for finished_choice in choices
                 if finished_choice.ended is not None
             ]
-            yield _event(form.counted(usage(ends, completion.number)))
+            yield _event(form.usage_chunk(usage(ends, completion.number)))
         yield "data: [DONE]\n\n"
     finally:
         answers.cancel()

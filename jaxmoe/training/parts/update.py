@@ -142,7 +142,7 @@ class Update(abc.ABC):
         """
 
     @abc.abstractmethod
-    def jitted(self, step: Step) -> CheckedStep:
+    def jit_step(self, step: Step) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state.
 
         Args:
@@ -196,7 +196,7 @@ class WholeUpdate(Update):
         """Return 1 for each module; see the base class."""
         return dict.fromkeys(trained_modules(params), 1.0)
 
-    def jitted(self, step: Step) -> CheckedStep:
+    def jit_step(self, step: Step) -> CheckedStep:
         """Return the step as one program; see the base class."""
         return one_program(step)
 
@@ -290,7 +290,7 @@ def update_params(
     execution = step.execution
     table = step.table
     grads = clipped.grads
-    old = state.params if table is None else table.trained(state.params)
+    old = state.params if table is None else table.select_trained(state.params)
     is_away = execution.parameter_memory == "host"
     if is_away:  # the layouts of parameters and state are one
         trained = old
@@ -305,7 +305,7 @@ def update_params(
     else:
         params = jax.tree.map(place_like, params, old)
     if table is not None and table.has_frozen:
-        params = table.merged(params, state.params)
+        params = table.merge(params, state.params)
         if updates is not None:
-            updates = table.merged(updates, jax.tree.map(jnp.zeros_like, state.params))
+            updates = table.merge(updates, jax.tree.map(jnp.zeros_like, state.params))
     return UpdatedParams(updates, params, new)

@@ -86,7 +86,7 @@ class PipelinedModel:
         )
 
     @property
-    def staged(self) -> dict[str, Any]:
+    def staged_variables(self) -> dict[str, Any]:
         """Variables of the staged scan: parameters, and gathered ones beside them."""
         name = self.parts.staged.name
         variables = {"params": self.params[name]}

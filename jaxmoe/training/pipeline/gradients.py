@@ -109,7 +109,7 @@ def _pipeline_sums(step: Step, state: TrainState, rows: Rows, whole: Any) -> Gra
     sums = run(has_backward=True, statistics=statistics, paths=order)
     grads = _gradients(sums, model)
     return GradientSums(
-        grads=grads if table is None else table.trained(grads),
+        grads=grads if table is None else table.select_trained(grads),
         loss=sums.left.head.loss / rows.total_weight,
         losses=_losses(sums),
         statistics=_statistics(sums, model, execution),
@@ -125,10 +125,10 @@ def _with_adapter_losses(step: Step, summed: GradientSums, params: Any) -> Gradi
         return summed
 
     def total(trained: Any) -> tuple[Array, dict[str, Array]]:
-        losses = adapter.losses(table.merged(trained, params), step.execution.placement)
+        losses = adapter.losses(table.merge(trained, params), step.execution.placement)
         return sum(losses.values(), jnp.zeros(())), losses
 
-    grads, losses = jax.grad(total, has_aux=True)(table.trained(params))
+    grads, losses = jax.grad(total, has_aux=True)(table.select_trained(params))
     if not losses:
         return summed
     gradients = jax.tree.map(jnp.add, summed.grads, grads)
@@ -280,7 +280,9 @@ def _execute(
             scale=1.0 / total_weight,
             has_backward=has_backward,
         )
-        return pipelined.totals(execute(schedule, pipelined.functions(), pipelined.staged))
+        return pipelined.totals(
+            execute(schedule, pipelined.functions(), pipelined.staged_variables)
+        )
 
     params = lay_out_params(model, params, rules=execution.axis_rules)
     chunked = _in_chunks(params, model, execution)

@@ -47,14 +47,14 @@ from pallas_kernels.flash_attention.gpu.hopper_parts import (
 )
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, tiles_forward
 from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels
-from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
+from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, list_visible
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
     REGISTERS_COMPUTING,
     ROWS,
     along,
     call,
-    shared,
+    shared_memory,
     slot_of,
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
@@ -179,7 +179,7 @@ def attend(
     q = fill(q)
     k = fill(k)
     v = fill(v)
-    lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, tiles.passing)))
+    lists = list_visible(kinds_of_blocks(rules, tokens, (s, u), (KEPT, tiles.passing)))
     blocks = q.shape[1] // KEPT
     h = q.shape[3]
     wide = v.shape[3]
@@ -198,10 +198,10 @@ def attend(
             jax.ShapeDtypeStruct((b, n, q.shape[1]), jnp.float32),
         ),
         (
-            shared((COMPUTING, ROWS, h), dtype),
-            shared((tiles.stages, tiles.passing, h), dtype),
-            shared((tiles.stages, tiles.passing, wide), dtype),
-            None if wide == h else shared((COMPUTING, ROWS, wide), dtype),
+            shared_memory((COMPUTING, ROWS, h), dtype),
+            shared_memory((tiles.stages, tiles.passing, h), dtype),
+            shared_memory((tiles.stages, tiles.passing, wide), dtype),
+            None if wide == h else shared_memory((COMPUTING, ROWS, wide), dtype),
             plgpu.Barrier(num_barriers=COMPUTING),
             ring,
             ring,

@@ -25,18 +25,18 @@ from pallas_kernels.flash_attention.gpu.hopper_parts import (
     fill_tokens,
     load_ring,
     logits_of,
-    sloped,
+    multiply_slope,
 )
 from pallas_kernels.flash_attention.gpu.hopper_tiles import KEPT, Tiles, tiles_backward
 from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient
-from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, listed
+from pallas_kernels.flash_attention.visible_blocks import kinds_of_blocks, list_visible
 from pallas_kernels.gpu.hopper_parts import (
     COMPUTING,
     REGISTERS_COMPUTING,
     ROWS,
     along,
     call,
-    shared,
+    shared_memory,
     slot_of,
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
@@ -85,7 +85,7 @@ def _d_q_kernel(
             if is_masked:
                 is_visible = mask.of((start, walk.at(at)[0] * passing), shape, 0)
                 weights = jnp.where(is_visible, weights, 0.0)
-            d_logits = sloped(weights * (d_weights - along(delta, shape, 0)), logits, rules)
+            d_logits = multiply_slope(weights * (d_weights - along(delta, shape, 0)), logits, rules)
             (d_q,) = registers.add((d_q,), (d_logits.astype(dtype), k_smem.at[slot]))
             registers.free(free.at[slot])
             return d_q
@@ -153,7 +153,9 @@ def _d_kv_kernel(
             added = {"v": (weights.astype(dtype), d_out)}
             for d_weight in d_weights:
                 delta = registers.load(delta_smem.at[slot], 1)
-                d_logits = sloped(weights * (d_weight - along(delta, shape, 1)), logits, rules)
+                d_logits = multiply_slope(
+                    weights * (d_weight - along(delta, shape, 1)), logits, rules
+                )
                 added["k"] = (d_logits.astype(dtype), q)
             sums = registers.add(sums, *(added[name] for name in names))
             registers.free(free.at[slot], has_loaded=True)
@@ -200,7 +202,7 @@ def differentiate(
     q_blocks = q.shape[1] // KEPT
     kv_blocks = k.shape[1] // KEPT
     by_query, by_key = tiles
-    key_slots = tuple(shared((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))
+    key_slots = tuple(shared_memory((COMPUTING, ROWS, x.shape[3]), dtype) for x in (k, v))
     all_computed = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
 
     def ring(tile_config: Tiles, arrivals: int) -> tuple[Any, ...]:
@@ -209,10 +211,11 @@ def differentiate(
 
     def slots(tile_config: Tiles) -> tuple[Any, ...]:
         return tuple(
-            shared((tile_config.stages, tile_config.passing, x.shape[3]), dtype) for x in (k, v)
+            shared_memory((tile_config.stages, tile_config.passing, x.shape[3]), dtype)
+            for x in (k, v)
         )
 
-    lists = listed(kinds_of_blocks(rules, tokens, (s, u), (KEPT, by_query.passing)))
+    lists = list_visible(kinds_of_blocks(rules, tokens, (s, u), (KEPT, by_query.passing)))
     (d_q,) = call(
         functools.partial(_d_q_kernel, static=static, tiles=by_query, q_blocks=q_blocks),
         (*arrays, *lists, *filled),
@@ -224,7 +227,7 @@ def differentiate(
     )
     kinds = kinds_of_blocks(rules, tokens, (s, u), (by_key.passing, KEPT))
     # The lists count blocks of the true lengths: blocks of padding are in none.
-    lists = listed(kinds.swapaxes(1, 2))
+    lists = list_visible(kinds.swapaxes(1, 2))
     numbers = plgpu.SMEM((by_key.stages, by_key.passing), jnp.float32)
     d_kv = {}
     for names in by_key.together:

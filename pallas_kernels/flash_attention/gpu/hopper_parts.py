@@ -50,7 +50,7 @@ def logits_of(products: Array, rules: Rules) -> Array:
     return jnp.tanh(products * (rules.scale / rules.softcap)) * (rules.softcap * LOG2_E)
 
 
-def sloped(d_logits: Array, logits: Array, rules: Rules) -> Array:
+def multiply_slope(d_logits: Array, logits: Array, rules: Rules) -> Array:
     """Multiply by the derivative of the cap."""
     if rules.softcap is None:
         return d_logits

@@ -32,7 +32,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.array_types import Array, Float
 from pallas_kernels.flash_attention.kernels import AttentionOperands, Kernels, OutGradient
 from pallas_kernels.flash_attention.mask import Rules, Tokens, sees
-from pallas_kernels.flash_attention.visible_blocks import BlockLists, kinds_of_blocks, listed
+from pallas_kernels.flash_attention.visible_blocks import BlockLists, kinds_of_blocks, list_visible
 from pallas_kernels.gpu.triton_parts import LOG2_E, capped_logits, dot
 from pallas_kernels.jax_versions import shape_varying_like
 
@@ -334,7 +334,7 @@ def _call(
     by_key = "d_k" in outputs
     block_q, block_k = (blocks.passing, blocks.kept) if by_key else (blocks.kept, blocks.passing)
     kinds = kinds_of_blocks(rules, tokens, (sizes.s, sizes.u), (block_q, block_k))
-    lists = listed(kinds.swapaxes(1, 2) if by_key else kinds)
+    lists = list_visible(kinds.swapaxes(1, 2) if by_key else kinds)
     q = _fill(q, block_q)
     k = _fill(k, block_k)
     v = _fill(v, block_k)

@@ -11,7 +11,7 @@ bookkeeping, but no copy and no arithmetic. Heads whose width is no multiple of 
 partly. Call it on local arrays, in a `jax.shard_map`: an array sharded by the compiler is gathered
 first.
 
-On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpreted`).
+On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpret_kernels`).
 """
 
 import functools

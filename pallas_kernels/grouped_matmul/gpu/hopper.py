@@ -43,7 +43,7 @@ from pallas_kernels.gpu.hopper_parts import (
     Stores,
     along,
     call,
-    filled,
+    fill_zeros,
     programs,
     run_tiles,
 )
@@ -163,7 +163,7 @@ def multiply(
             factors = without_scales(rows, weights)
     elif factors.blocks > 1 and factors.block_size % LINE:
         # bfloat16 is exact, and so are the sums of such short blocks.
-        factors = factors.widened()
+        factors = factors.widen()
     return _multiply(factors, group_sizes, is_turned, out_dtype, interpret)
 
 
@@ -180,11 +180,11 @@ def _multiply(
     num_rows = rows.shape[0]
     width = weights.shape[1 if is_turned else 2]
     rows = _filled_rows(rows, depth)
-    weights = filled(weights, 1, *((64, depth) if is_turned else (depth, 64)))
+    weights = fill_zeros(weights, 1, *((64, depth) if is_turned else (depth, 64)))
     wide = weights.shape[1 if is_turned else 2]
     scales = ()
     if factors.row_scales is not None and factors.weight_scales is not None:
-        scales = _filled_rows(factors.row_scales, 1).T, filled(factors.weight_scales, 1, 1, 64)
+        scales = _filled_rows(factors.row_scales, 1).T, fill_zeros(factors.weight_scales, 1, 1, 64)
     steps = rows.shape[1] // depth
     section = section_of(steps, blocks, rows.dtype)
     tiles = tiles_for(wide, rows.dtype, most=COLUMNS[0] if section == steps else TILE)
@@ -215,7 +215,7 @@ def _multiply(
 
 def _filled_rows(x: Array, multiple: int) -> Array:
     """Pad rows [R d] to eights, at least one tile, and d to a multiple."""
-    x = filled(x, ALIGNED, multiple)
+    x = fill_zeros(x, ALIGNED, multiple)
     return jnp.pad(x, [(0, TILE - x.shape[0]), (0, 0)]) if x.shape[0] < TILE else x
 
 

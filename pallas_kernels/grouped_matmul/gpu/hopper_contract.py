@@ -29,7 +29,7 @@ from pallas_kernels.gpu.hopper_parts import (
     Ring,
     Stores,
     call,
-    filled,
+    fill_zeros,
     programs,
     run_tiles,
 )
@@ -141,15 +141,15 @@ def contract(
     """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
     factors = operands_of(rows, others, is_turned=False)
     if factors.blocks:
-        factors = factors.widened()
+        factors = factors.widen()
     is_scaled = factors.blocks > 0
     rows = factors.rows
     others = factors.weights
     height = rows.shape[1]
     width = others.shape[1]
     starts, ends = spans_of(rows.shape[0], group_sizes)
-    rows = filled(rows, 8, TILE)
-    others = filled(others, 8, 64)
+    rows = fill_zeros(rows, 8, TILE)
+    others = fill_zeros(others, 8, 64)
     more = max(0, TILE - rows.shape[0])
     rows, others = (jnp.pad(x, [(0, more), (0, 0)]) if more else x for x in (rows, others))
     tiles = tiles_for(others.shape[1], rows.dtype)
@@ -176,4 +176,4 @@ def contract(
         interpret,
     )
     out = out[:, :height, :width]
-    return factors.scaled(out, group_sizes).astype(out_dtype) if is_scaled else out
+    return factors.scaled_product(out, group_sizes).astype(out_dtype) if is_scaled else out

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu.hopper_parts import COMPUTING, ROWS, SHARED, shared
+from pallas_kernels.gpu.hopper_parts import COMPUTING, ROWS, SHARED, shared_memory
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 
 TILE = COMPUTING * ROWS
@@ -158,9 +158,9 @@ def scratch(
     """Return slots of both operands, staging of results, `full` and `free`."""
     wide = LINE // jnp.dtype(out_dtype).itemsize
     return (
-        shared((tiles.stages, COMPUTING, ROWS, tiles.depth), dtype),
-        shared((tiles.stages, *right), dtype),
-        shared((COMPUTING, 2, ROWS, wide), out_dtype),
+        shared_memory((tiles.stages, COMPUTING, ROWS, tiles.depth), dtype),
+        shared_memory((tiles.stages, *right), dtype),
+        shared_memory((COMPUTING, 2, ROWS, wide), out_dtype),
         plgpu.SMEM((COMPUTING, ROWS, wide), out_dtype),
         # Each computing warpgroup's part of the left operand, and the right one.
         plgpu.Barrier(num_arrivals=COMPUTING + 1, num_barriers=tiles.stages),

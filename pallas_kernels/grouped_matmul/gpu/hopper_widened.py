@@ -30,10 +30,10 @@ from pallas_kernels.gpu.hopper_parts import (
     Stores,
     along,
     call,
-    filled,
+    fill_zeros,
     programs,
     run_tiles,
-    shared,
+    shared_memory,
     slot_of,
 )
 from pallas_kernels.grouped_matmul.gpu.hopper_tiles import (
@@ -60,13 +60,13 @@ def _widened_kernel(
 
     stores = Stores(staged=staged.at[warpgroup], cut=cut.at[warpgroup])
 
-    def widened(step: Array) -> Any:
+    def widen_tile(step: Array) -> Any:
         return wide.at[warpgroup, slot_of(step, 2)]
 
     def widen(step: Array) -> None:
         slot = ring.await_full(step)
         few_bits = weights_smem.at[slot, warpgroup]
-        widened(step)[...] = registers.widened(few_bits, rows_smem.dtype)
+        widen_tile(step)[...] = registers.widen(few_bits, rows_smem.dtype)
         plgpu.commit_smem()
 
     def compute(index: Array, first: Array) -> Array:
@@ -81,7 +81,7 @@ def _widened_kernel(
             def widen_next() -> None:
                 pl.when(at + 1 < last)(lambda: widen(at + 1))
 
-            sums = registers.add_while(sums, rows_smem.at[slot], widened(at), widen_next)
+            sums = registers.add_while(sums, rows_smem.at[slot], widen_tile(at), widen_next)
             registers.free(free.at[slot])
             return sums
 
@@ -140,10 +140,10 @@ def _scratch(tiles: WidenedTiles, dtype: Any, few_bits: Any, out_dtype: Any) -> 
         ),
     )
     return (
-        shared((tiles.stages, tiles.rows, tiles.depth), dtype),
+        shared_memory((tiles.stages, tiles.rows, tiles.depth), dtype),
         raw,
-        shared((COMPUTING, 2, tiles.depth, tiles.columns), dtype),
-        shared((COMPUTING, 2, ROWS, line), out_dtype),
+        shared_memory((COMPUTING, 2, tiles.depth, tiles.columns), dtype),
+        shared_memory((COMPUTING, 2, ROWS, line), out_dtype),
         plgpu.SMEM((COMPUTING, ROWS, line), out_dtype),
         plgpu.Barrier(num_arrivals=COMPUTING + 1, num_barriers=tiles.stages),
         plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiles.stages),
@@ -164,10 +164,10 @@ def multiply_widened(
     assert factors.weight_scales is not None
     (num_rows, _), (groups, _, width) = factors.rows.shape, factors.weights.shape
     tiles = tiles_widened(num_rows, groups, width, factors.weights.dtype, factors.blocks)
-    rows = filled(factors.rows, ALIGNED, tiles.depth)
+    rows = fill_zeros(factors.rows, ALIGNED, tiles.depth)
     rows = jnp.pad(rows, [(0, max(0, tiles.rows - rows.shape[0])), (0, 0)])
-    weights = filled(factors.weights, 1, tiles.depth, COMPUTING * ROWS)
-    scales = filled(factors.weight_scales, 1, 1, COMPUTING * ROWS)
+    weights = fill_zeros(factors.weights, 1, tiles.depth, COMPUTING * ROWS)
+    scales = fill_zeros(factors.weight_scales, 1, 1, COMPUTING * ROWS)
     number = programs(interpret)
     (out,) = call(
         functools.partial(

@@ -48,12 +48,12 @@ class Operands:
         """Length of a block of the sum."""
         return self.rows.shape[1] // self.blocks
 
-    def widened(self) -> "Operands":
+    def widen(self) -> "Operands":
         """Return both factors in bfloat16, which holds 8-bit values exactly."""
         rows, weights = (x.astype(jnp.bfloat16) for x in (self.rows, self.weights))
         return dataclasses.replace(self, rows=rows, weights=weights)
 
-    def scaled(self, out: Array, group_sizes: Array) -> Array:
+    def scaled_product(self, out: Array, group_sizes: Array) -> Array:
         """Return a contraction [G k n] of two factors of one scale each, scaled."""
         assert self.row_scales is not None and self.weight_scales is not None
         scale = (self.row_scales * self.weight_scales).reshape(())

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.array_types import Array, Int
-from pallas_kernels.gpu.hopper_parts import filled, sum_dtype
+from pallas_kernels.gpu.hopper_parts import fill_zeros, sum_dtype
 from pallas_kernels.grouped_matmul.gpu.operands import Operands, operands_of, without_scales
 from pallas_kernels.grouped_matmul.gpu.schedule import row_tiles, spans_of
 from pallas_kernels.grouped_matmul.products import Products
@@ -135,13 +135,13 @@ def _multiply(
     width = factors.weights.shape[1 if is_turned else 2]
     rows = _filled_rows(factors.rows, blocks.rows, blocks.depth)
     inner, outer = (blocks.columns, blocks.depth) if is_turned else (blocks.depth, blocks.columns)
-    weights = filled(factors.weights, 1, inner, outer)
+    weights = fill_zeros(factors.weights, 1, inner, outer)
     wide = weights.shape[1 if is_turned else 2]
     scales = ()
     if factors.row_scales is not None and factors.weight_scales is not None:
         scales = (
             _filled_rows(factors.row_scales, blocks.rows, 1).T,
-            filled(factors.weight_scales, 1, 1, blocks.columns),
+            fill_zeros(factors.weight_scales, 1, 1, blocks.columns),
         )
     listed = row_tiles(rows.shape[0], group_sizes, blocks.rows)
     out = pl.pallas_call(
@@ -217,7 +217,7 @@ def contract(
         interpret=interpret,
         name="grouped_outer",
     )(starts, ends, x, y)[:, :height, :width]
-    return factors.scaled(out, group_sizes).astype(out_dtype) if is_scaled else out
+    return factors.scaled_product(out, group_sizes).astype(out_dtype) if is_scaled else out
 
 
 def _readable(factors: Operands) -> Operands:
@@ -230,7 +230,7 @@ def _readable(factors: Operands) -> Operands:
         elif weights.dtype.itemsize == 1 and jnp.issubdtype(weights.dtype, jnp.floating):
             weights = weights.astype(rows.dtype)
         return dataclasses.replace(factors, weights=weights)
-    return factors.widened()
+    return factors.widen()
 
 
 # Eight warps for tiles of 128 by 128; copies in flight.
@@ -239,7 +239,7 @@ _COMPILER = plgpu.CompilerParams(num_warps=8, num_stages=3)
 
 def _filled_rows(x: Array, least: int, multiple: int) -> Array:
     """Pad rows [R d] to at least as many rows, and d to a multiple."""
-    x = filled(x, 1, multiple)
+    x = fill_zeros(x, 1, multiple)
     return jnp.pad(x, [(0, least - x.shape[0]), (0, 0)]) if x.shape[0] < least else x
 
 

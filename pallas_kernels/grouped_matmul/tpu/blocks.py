@@ -100,20 +100,20 @@ def blocks_for(
     tile = tile._replace(out=max(LANES, tile.out // sums))
     is_even = kernel == "multiply"
 
-    def fitted(limit: Tile) -> Tile:
+    def fit(limit: Tile) -> Tile:
         return Tile(
             rows=rows if rows <= PIECE else min(limit.rows, rows // PIECE * PIECE),
             out=_cut(out, limit.out, unit.out, is_even=unit.out > 1),
             summed=_cut(summed, limit.summed, unit.summed, is_even=is_even),
         )
 
-    fit = fitted(tile)
-    while tile_bytes(kernel, fit, each) > budget() and max(tile) > LANES:
+    fitting = fit(tile)
+    while tile_bytes(kernel, fitting, each) > budget() and max(tile) > LANES:
         # Halve the longest side first.
         longest = max(range(3), key=lambda i: tile[i])
         tile = Tile(*(max(LANES, n // 2) if i == longest else n for i, n in enumerate(tile)))
-        fit = fitted(tile)
-    return fit
+        fitting = fit(tile)
+    return fitting
 
 
 def tile_bytes(kernel: str, tile: Tile, each: Bytes) -> int:

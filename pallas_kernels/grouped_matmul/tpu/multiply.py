@@ -14,7 +14,7 @@ blocks.py how large tiles are. A tile of rows in one group is one product; other
 rows of the group are computed and masked. Rows past the last group are read only where they share a
 piece with other rows, and enter no sum.
 
-On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpreted`).
+On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpret_kernels`).
 """
 
 import functools

@@ -43,7 +43,7 @@ from pallas_kernels.gpu.hopper_parts import (
     slot_of,
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
-from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled
+from pallas_kernels.quantized_matmul.gpu.scales import Scaled, fill_tiles
 from pallas_kernels.quantized_matmul.gpu.tiles import STEP_FEW_BITS, QuantizedTiles, tiles_few_bits
 
 # Columns that are moved at a time, and columns that are written at a time.
@@ -160,7 +160,7 @@ def multiply(factors: Scaled, *, out_dtype: Any, interpret: Any = None) -> Array
     n = factors.w.shape[1]
     is_integer = jnp.issubdtype(factors.w.dtype, jnp.integer)
     tiles = tiles_few_bits(m, n, factors.block, jnp.dtype(out_dtype).itemsize)
-    factors = filled(factors, m=tiles.rows, n=tiles.columns, k=STEP_FEW_BITS)
+    factors = fill_tiles(factors, m=tiles.rows, n=tiles.columns, k=STEP_FEW_BITS)
     dtype = jnp.int8 if is_integer else factors.w.dtype
     x = factors.x.astype(dtype)
     w = factors.w.astype(dtype).T

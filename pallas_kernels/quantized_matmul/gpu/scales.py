@@ -92,7 +92,7 @@ def _end(x: QuantizedArray) -> Array | None:
     return x.scales.astype(jnp.float32) if x.block_size is None else None
 
 
-def filled(factors: Scaled, *, m: int = 1, k: int = 1, n: int = 1) -> Scaled:
+def fill_tiles(factors: Scaled, *, m: int = 1, k: int = 1, n: int = 1) -> Scaled:
     """Pad sizes to whole tiles, with zeros and scales of 1."""
     more_m = -factors.x.shape[0] % m
     more_n = -factors.w.shape[1] % n

@@ -29,7 +29,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.array_types import Array
 from pallas_kernels.jax_versions import shape_varying_like
-from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled
+from pallas_kernels.quantized_matmul.gpu.scales import Scaled, fill_tiles
 
 SMALLEST_BLOCK = 32
 """Smallest block of scales along k: the int8 values that a tensor core takes at a time."""
@@ -68,7 +68,7 @@ def multiply(
     narrow = jnp.int8 if is_integer else jnp.bfloat16
     dtype = jnp.dtype(factors.x.dtype if factors.is_floating else narrow)
     tiles = _tiles(m, dtype, factors.block)
-    factors = filled(factors, m=tiles.m, n=tiles.n, k=tiles.k)
+    factors = fill_tiles(factors, m=tiles.m, n=tiles.n, k=tiles.k)
     x = factors.x
     w = factors.w
     if not has_float8:

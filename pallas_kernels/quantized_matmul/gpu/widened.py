@@ -43,11 +43,11 @@ from pallas_kernels.gpu.hopper_parts import (
     Ring,
     along,
     call,
-    shared,
+    shared_memory,
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
 from pallas_kernels.jax_versions import transposed_ref
-from pallas_kernels.quantized_matmul.gpu.scales import Scaled, filled, pad
+from pallas_kernels.quantized_matmul.gpu.scales import Scaled, fill_tiles, pad
 from pallas_kernels.quantized_matmul.gpu.tiles import STEP, QuantizedTiles, tiles_widened
 
 
@@ -80,7 +80,7 @@ def _widened_kernel(*refs, tiles, is_given, sections, sums, registers):
         def widen(step: Any) -> None:
             slot = ring.await_full(step)
             few_bits = w_smem.at[slot, warpgroup]
-            buffer(step)[...] = registers.widened(few_bits, x_smem.dtype)
+            buffer(step)[...] = registers.widen(few_bits, x_smem.dtype)
             plgpu.commit_smem()
 
         def add(step: Any, total: Array, *, is_last: bool) -> Array:
@@ -206,11 +206,11 @@ def multiply(factors: Scaled, *, exact: int | None, out_dtype: Any, interpret: A
     """
     m = factors.x.shape[0]
     n = factors.w.shape[1]
-    factors = filled(factors, k=STEP, n=128)
+    factors = fill_tiles(factors, k=STEP, n=128)
     wide_k, wide_n = factors.w.shape
     bits = _bits(factors.w.dtype)
     tiles = tiles_widened(m, wide_n, wide_k, bits, factors.block, exact)
-    factors = filled(factors, m=tiles.rows)
+    factors = fill_tiles(factors, m=tiles.rows)
     dtype = factors.x.dtype if factors.is_floating else jnp.dtype(jnp.bfloat16)
     x = factors.x.astype(dtype)
     is_counted = exact is not None and factors.block is None
@@ -254,9 +254,9 @@ def _call(
         arrays,
         (jax.ShapeDtypeStruct((tiles.splits, n, rows), sums),),
         (
-            shared((stages, tiles.rows, STEP), x.dtype),
+            shared_memory((stages, tiles.rows, STEP), x.dtype),
             few_bits,
-            shared((COMPUTING, 2, STEP, columns), x.dtype),
+            shared_memory((COMPUTING, 2, STEP, columns), x.dtype),
             plgpu.SMEM((stages, tiles.rows + more), jnp.float32) if has_x else None,
             plgpu.SMEM((stages, COMPUTING, columns), jnp.float32) if has_w else None,
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),

@@ -20,7 +20,7 @@ Scale blocks of 32 and 64 (mxfp8) take the MXU as much time as blocks of 128, so
 as much in all: for few rows, where reading w takes the time, that is hidden.
 
 Call it on local arrays, in a `jax.shard_map`: an array sharded by the compiler is gathered first.
-On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpreted`).
+On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpret_kernels`).
 """
 
 import functools
@@ -272,7 +272,7 @@ def _multiply_turned(d_out: Array, w: QuantizedArray) -> Array:
         cost_estimate=_cost(layout, arrays, layout.m * layout.k * d_out.dtype.itemsize),
         name="quantized_matmul_d_rows",
     )(*arrays)
-    return layout.unfilled(out[:m], k)
+    return layout.drop_padding(out[:m], k)
 
 
 def _turned_kernel(

@@ -67,7 +67,7 @@ class FactorLayout(NamedTuple):
     is_turned: bool
     """Whether the product is [m n] @ [k n]^T, with sums [m k]."""
 
-    def unfilled(self, out: Array, k: int) -> Array:
+    def drop_padding(self, out: Array, k: int) -> Array:
         """Return [m K] without the padding of blocks, [m k]."""
         size, filled = self.filled
         if size < filled:

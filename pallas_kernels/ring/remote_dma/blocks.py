@@ -24,7 +24,7 @@ def attend(
     """Return (out, lse) of a block, and what arrives; see `ring.step.attend_and_send`."""
     sender = Sender(parcels, axis_name)
     state = pallas_tpu.attend(operands, pallas_call=sender.pallas_call)
-    return state, sender.arrived
+    return state, sender.arrivals
 
 
 def differentiate(
@@ -35,4 +35,4 @@ def differentiate(
     gradients = pallas_tpu_backward.differentiate(
         operands, gradient, pallas_call=sender.pallas_call
     )
-    return gradients, sender.arrived
+    return gradients, sender.arrivals

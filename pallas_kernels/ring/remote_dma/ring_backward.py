@@ -35,7 +35,7 @@ from pallas_kernels.jax_versions import shape_varying_like
 from pallas_kernels.ring.remote_dma.ring_keys import (
     KeyTravel,
     Shape,
-    padded,
+    pad_row,
     prepare,
     tile_mask,
     vmem_budget,
@@ -87,8 +87,8 @@ def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
 
 
 def _vmem_bytes(sizes: TileSizes, itemsize: int) -> int:
-    widths = padded(sizes.h) + padded(sizes.hv)
-    return sizes.keys * widths * (2 * itemsize + 4 * 4) + sizes.rows * padded(sizes.h) * 4
+    widths = pad_row(sizes.h) + pad_row(sizes.hv)
+    return sizes.keys * widths * (2 * itemsize + 4 * 4) + sizes.rows * pad_row(sizes.h) * 4
 
 
 def _grid_spec(shape: Shape, dtype: Any) -> Any:

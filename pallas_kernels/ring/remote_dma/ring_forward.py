@@ -29,7 +29,7 @@ from pallas_kernels.jax_versions import shape_varying_like
 from pallas_kernels.ring.remote_dma.ring_keys import (
     KeyTravel,
     Shape,
-    padded,
+    pad_row,
     prepare,
     tile_mask,
     vmem_budget,
@@ -80,9 +80,9 @@ def fits(q: Array, k: Array, v: Array, rules: Rules) -> bool:
 
 
 def _vmem_bytes(sizes: TileSizes, itemsize: int) -> int:
-    slots = 2 * sizes.keys * (padded(sizes.h) + padded(sizes.hv)) * itemsize
+    slots = 2 * sizes.keys * (pad_row(sizes.h) + pad_row(sizes.hv)) * itemsize
     # Two numbers of a row take the eight sublanes of their register.
-    return slots + sizes.rows * (padded(sizes.hv) + 8) * 4
+    return slots + sizes.rows * (pad_row(sizes.hv) + 8) * 4
 
 
 def _grid_spec(shape: Shape, dtype: Any) -> Any:

@@ -208,7 +208,7 @@ def prepare(
     return shape, scalars, (plan.row_marks, key_marks)
 
 
-def padded(width: int) -> int:
+def pad_row(width: int) -> int:
     """Return the elements that a row takes in VMEM.
 
     Args:

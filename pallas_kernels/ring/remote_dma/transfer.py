@@ -95,7 +95,7 @@ class Sender:
         return call
 
     @property
-    def arrived(self) -> tuple[Array, ...]:
+    def arrivals(self) -> tuple[Array, ...]:
         """Arrays that arrived, once all kernels were called."""
         copies = [x for x in self._arrived if x is not None]
         assert len(copies) == len(self._parcels) and not self._shares
@@ -116,7 +116,7 @@ def send(parcels: Sequence[Parcel], axis_name: str) -> tuple[Array, ...]:
         num_scalar_prefetch=0, grid=(1,), in_specs=[], out_specs=[], scratch_shapes=[]
     )
     sender.pallas_call(lambda *refs: None, grid_spec=grid_spec, out_shape=[], name="parcels")()
-    return sender.arrived
+    return sender.arrivals
 
 
 def _run_and_send(

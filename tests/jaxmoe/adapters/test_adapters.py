@@ -27,7 +27,7 @@ from jaxmoe.adapters import (
     SwitchLoraConfig,
     TargetsConfig,
     TaskLoraConfig,
-    folded,
+    fold_adapters,
     with_base,
 )
 from jaxmoe.execution import ExecutionConfig
@@ -133,16 +133,16 @@ def loss_and_gradients(model, execution, params, ids, *, is_folded=False):
     table = parameter_table(model)
 
     def loss(trained):
-        whole = table.merged(trained, params)
+        whole = table.merge(trained, params)
         plain = adapted(model, None)
         used, given = (
-            (plain, folded(model.adapter.prepare(whole, model.layer_numbers)))
+            (plain, fold_adapters(model.adapter.prepare(whole, model.layer_numbers)))
             if is_folded
             else (model, whole)
         )
         return jnp.mean(forward(used, execution, given, ids).logits ** 2)
 
-    return jax.value_and_grad(loss)(table.trained(params))
+    return jax.value_and_grad(loss)(table.select_trained(params))
 
 
 def test_every_adapter_has_a_row():
@@ -185,7 +185,7 @@ def test_layers_that_are_not_named_keep_their_weights():
     targets = TargetsConfig(roles=("attention_in", "expert_in"), layers=(2,))
     model = adapted(FULL, dataclasses.replace(EVERYWHERE, targets=targets))
     params = drawn(model)
-    plain, flat = folded(params), traverse_util.flatten_dict(params, sep="/")
+    plain, flat = fold_adapters(params), traverse_util.flatten_dict(params, sep="/")
     for path, value in traverse_util.flatten_dict(plain, sep="/").items():
         changed = np.any(np.asarray(value != flat[path]), axis=tuple(range(1, value.ndim)))
         is_target = path.endswith(("attention/q", "attention/k", "attention/v", "gate_up"))

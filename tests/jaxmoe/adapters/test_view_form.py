@@ -18,7 +18,7 @@ from jaxmoe.adapters import (
     LoraConfig,
     QuantisedChoicesConfig,
     TargetsConfig,
-    folded,
+    fold_adapters,
 )
 from jaxmoe.adapters.base import frozen
 from jaxmoe.adapters.factors import TRAINED, own_row
@@ -68,7 +68,7 @@ class ViewedLora(LoraConfig):
     def rewrite(self, params, shared, part):
         """Return W + s A B for each adapted matrix of the part."""
         del shared, part
-        return folded(params)
+        return fold_adapters(params)
 
 
 GIVEN = {"rank": 3, "expert_rank": 2, "targets": TargetsConfig(roles=MATRICES)}
@@ -96,13 +96,13 @@ def loss_and_gradients(model, execution, params, ids, *, is_folded=False):
     table = parameter_table(model)
 
     def loss(trained):
-        used, given = model, table.merged(trained, params)
+        used, given = model, table.merge(trained, params)
         if is_folded:
-            given = folded(given, model.adapter, model.layer_numbers)
+            given = fold_adapters(given, model.adapter, model.layer_numbers)
             used = adapted(model, None)
         return jnp.mean(forward(used, execution, given, ids).logits ** 2)
 
-    return jax.value_and_grad(loss)(table.trained(params))
+    return jax.value_and_grad(loss)(table.select_trained(params))
 
 
 @pytest.mark.slow
@@ -138,12 +138,12 @@ def test_the_loss_of_training_reads_the_adapted_head(base):
         table = parameter_table(model)
 
         def loss(trained, model=model, table=table, is_folded=is_folded):
-            whole = table.merged(trained, params)
+            whole = table.merge(trained, params)
             used = adapted(model, None) if is_folded else model
-            whole = folded(whole) if is_folded else whole
+            whole = fold_adapters(whole) if is_folded else whole
             return forward_and_nll(used, ExecutionConfig(), whole, batch())[0]
 
-        grads.append(jax.jit(jax.grad(loss))(table.trained(params)))
+        grads.append(jax.jit(jax.grad(loss))(table.select_trained(params)))
     assert_close(grads[0], grads[2], "end_to_end")
     assert_close(grads[1], grads[2], "end_to_end")
     module = "embedding" if base.has_tied_embeddings else "head"
@@ -163,8 +163,8 @@ def test_noise_of_an_estimator_reaches_own_parameters_before_they_are_used():
 
     def moved(params):
         z = noise_sum(table, params, key[None], jnp.full((1,), 0.1))
-        moved = jax.tree.map(jnp.add, table.trained(params), table.trained(z))
-        whole = folded(table.merged(moved, params), model.adapter, model.layer_numbers)
+        moved = jax.tree.map(jnp.add, table.select_trained(params), table.select_trained(z))
+        whole = fold_adapters(table.merge(moved, params), model.adapter, model.layer_numbers)
         return forward(CYCLE, ExecutionConfig(), whole, ids).logits
 
     assert_close(jax.jit(perturbed)(params), jax.jit(moved)(params), "end_to_end")

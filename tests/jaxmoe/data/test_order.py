@@ -9,11 +9,11 @@ import pytest
 
 from jaxmoe.data import DataError
 from jaxmoe.data.order import (
-    interleaved,
+    interleave,
     interleaved_counts,
     interleaved_length,
     order_digest,
-    shuffled,
+    shuffle_place,
     whole_weights,
 )
 
@@ -22,7 +22,7 @@ GOLDEN = [5, 3, 6, 7, 4, 2, 1, 0]
 
 def _epoch(size, seed, epoch=0):
     numbers = range(epoch * size, (epoch + 1) * size)
-    places = [shuffled(number, size=size, seed=seed) for number in numbers]
+    places = [shuffle_place(number, size=size, seed=seed) for number in numbers]
     assert {place[0] for place in places} == {epoch}
     return [row for _, row in places]
 
@@ -53,7 +53,7 @@ def test_order_digest_detects_another_shuffle():
 
 def test_more_rows_than_grain_permutes_are_refused():
     with pytest.raises(DataError, match="longer than the shuffle can take"):
-        shuffled(0, size=2**32, seed=0)
+        shuffle_place(0, size=2**32, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_parts_interleave_in_exact_proportions(weights, number):
     for weight, count in zip(weights, counts, strict=True):
         assert abs(count - number * weight / total) < len(weights)
     assert interleaved_counts(number * total, weights) == [number * weight for weight in weights]
-    part, place = interleaved(number, weights)
+    part, place = interleave(number, weights)
     assert place == counts[part]
     after = interleaved_counts(number + 1, weights)
     assert [a - b for a, b in zip(after, counts, strict=True)] == [

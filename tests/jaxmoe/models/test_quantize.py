@@ -20,7 +20,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.step import make_train_step
 from pallas_kernels import QuantizedArray, dequantize, quantize
-from sharding.products.quantized import flattened, quantized_einsum
+from sharding.products.quantized import flatten_matrix, quantized_einsum
 from tests.support.meshes import EXECUTIONS, MESHES, mesh_of
 from tests.support.models import FULL, WIDE, WIDE_LENGTH, tokens_for
 from tests.support.tolerances import assert_close
@@ -190,7 +190,7 @@ def test_other_products_are_refused():
     with pytest.raises(ValueError, match="must be last in the first term"):
         quantized_einsum("bds,dnh->bsnh", x, weight, **given)
     with pytest.raises(ValueError, match="must have its scales along axis -2, not -3: quantize"):
-        flattened(weight, 2)
+        flatten_matrix(weight, 2)
 
 
 @pytest.mark.slow

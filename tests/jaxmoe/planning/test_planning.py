@@ -339,7 +339,7 @@ def test_compute_is_model_flops():
     per_token = flops_per_token(plan.model, plan.table, 64)
     time = predict_time(plan, dataclasses.replace(CHIPS["cpu"], flops=1.0))
     assert time.compute * 0.6 == pytest.approx(per_token * 64)
-    assert time.overlapped <= time.step
+    assert time.overlap_bound <= time.step
 
 
 @hypothesis.given(chosen=st.sets(st.sampled_from(MESH_AXES[2:]), min_size=1))
@@ -443,7 +443,7 @@ def test_measured_step_gives_back_the_efficiency(overlap):
     seconds = predict_time(plan, slower).step
     assert measured_chip(chip, plan, seconds).efficiency == pytest.approx(0.31)
     with pytest.raises(ValueError, match="was the run on other devices than topology"):
-        measured_chip(chip, plan, predict_time(plan, chip).communicated / 10)
+        measured_chip(chip, plan, predict_time(plan, chip).all_communication / 10)
 
 
 def test_overlap_hides_gathers_and_reductions_alone():
@@ -454,8 +454,8 @@ def test_overlap_hides_gathers_and_reductions_alone():
     work, reasons = max(nothing.compute, nothing.memory), nothing.communication
     free = sum(one for name, one in reasons.items() if name.startswith(("weights", "gradients")))
     waited = sum(one for name, one in reasons.items() if name.startswith("tensor"))
-    assert free > 0 < waited and free + waited == pytest.approx(nothing.communicated)
-    assert nothing.hidden == 0.0 and nothing.step == work + nothing.communicated
+    assert free > 0 < waited and free + waited == pytest.approx(nothing.all_communication)
+    assert nothing.hidden == 0.0 and nothing.step == work + nothing.all_communication
     enough = predict_time(plan, dataclasses.replace(chip, overlap=2 * free / work))
     assert enough.step == pytest.approx(work + waited)
     little = predict_time(plan, dataclasses.replace(chip, overlap=free / work / 4))

@@ -18,7 +18,7 @@ from jaxmoe.routing import (
     SoftmaxGateConfig,
     SoftMoEConfig,
 )
-from jaxmoe.routing.telemetry.recording import recorded
+from jaxmoe.routing.telemetry.recording import record_router
 from jaxmoe.routing.telemetry.trace import RoutingTrace, load_trace, save_trace
 from jaxmoe.run.measures import record_trace
 from sharding.distributed import global_batch
@@ -110,7 +110,7 @@ def test_trace_on_a_mesh_equals_one_device_and_is_limited():
         ),
         *(
             (
-                lambda router=router: recorded(
+                lambda router=router: record_router(
                     dataclasses.replace(MOE, router=router, gate=SoftmaxGateConfig(), balancers=()),
                     8,
                 ),

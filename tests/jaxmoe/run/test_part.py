@@ -64,9 +64,9 @@ ABSENT = {"jaxmoe.contrib", "jaxmoe.run.serving"}
 SOCKET = [name for name, _ in inspect.getmembers(RunPart, inspect.isfunction)]
 ORDER = (
     "fit",
-    "prepared",
+    "prepare",
     "sources",
-    "restored",
+    "restore",
     "record",
     "heading",
     "join",
@@ -76,11 +76,11 @@ ORDER = (
     "event",
     "event",
     "event",
-    "ended",
+    "end",
     "rows",
     "close",
 )
-RECORDS = ("trained", "flush")
+RECORDS = ("step_numbers", "flush")
 """What follows reports and saves, whose steps the config chooses."""
 
 
@@ -220,7 +220,7 @@ def test_a_run_asks_a_part_in_the_order_of_its_contract(tmp_path, monkeypatch):
     assert [step.loss for step in Run(short, tmp_path / "recorded").steps()] == losses
     calls = recorder.calls
     assert tuple(name for name in calls if name not in RECORDS) == ORDER
-    assert calls.count("trained") == 3
-    assert calls.index("begin") < calls.index("trained")
-    assert "flush" in calls[len(calls) - calls[::-1].index("trained") : calls.index("close")]
+    assert calls.count("step_numbers") == 3
+    assert calls.index("begin") < calls.index("step_numbers")
+    assert "flush" in calls[len(calls) - calls[::-1].index("step_numbers") : calls.index("close")]
     assert set(SOCKET) - set(ORDER) - set(RECORDS) == {"move"}

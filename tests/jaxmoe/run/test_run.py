@@ -195,7 +195,7 @@ def test_messages_are_printed_without_logging_set_up(monkeypatch):
     monkeypatch.setattr(messages.logger, "handlers", [])
     monkeypatch.setattr(messages.logger, "propagate", True)
     messages.logger.setLevel(logging.NOTSET)
-    with messages.shown():
+    with messages.show_messages():
         messages.write("one")
     messages.write("two")
     assert stream.getvalue() == "one\n" and messages.logger.handlers == []

@@ -18,7 +18,7 @@ from jaxmoe.models.transformer import forward
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing.replay import EXPERTS
 from jaxmoe.routing.telemetry import summarise
-from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.routing.telemetry.recording import record_router, recorded_ids
 from jaxmoe.serve import Request, Sampling, Token
 from jaxmoe.serve.answers import Generated, whole_experts
 from jaxmoe.serve.device.executor import ModelExecutor
@@ -50,7 +50,7 @@ ASKED = {
 }
 """Prompts with a common beginning; one of them does not ask for its experts."""
 TOKENS = ROWS * (LONGEST + 1)
-RECORDING = dataclasses.replace(MODEL, moe=recorded(MODEL.moe, TOKENS))
+RECORDING = dataclasses.replace(MODEL, moe=record_router(MODEL.moe, TOKENS))
 
 
 def joined(served, run):

@@ -23,7 +23,7 @@ from jaxmoe.tracking import (
     write_report,
 )
 from jaxmoe.tracking.plots import plot_router_load
-from jaxmoe.tracking.smoothing import binned, smooth
+from jaxmoe.tracking.smoothing import bin_means, smooth
 from jaxmoe.tracking.tracker import BITS_PER_TOKEN
 
 
@@ -101,7 +101,7 @@ def test_router_pictures_of_any_size(tmp_path, steps, layers, experts):
 
 def test_bins_are_means_and_empty_ones_repeat():
     steps = np.array([0, 1, 2, 100])
-    edges, means = binned(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
+    edges, means = bin_means(steps, np.array([[1.0], [2.0], [6.0], [8.0]]))
     assert edges.tolist() == [0, 25, 50, 75, 100]
     assert means[:, 0].tolist() == [3.0, 3.0, 3.0, 8.0]
 

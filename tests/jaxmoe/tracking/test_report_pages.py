@@ -25,7 +25,7 @@ from jaxmoe.tracking.comparison import (
     final_numbers,
     write_comparison,
 )
-from jaxmoe.tracking.smoothing import thinned
+from jaxmoe.tracking.smoothing import thin_curve
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
@@ -82,10 +82,10 @@ def test_thinning_keeps_spikes_ends_and_order():
     x = np.arange(10_000)
     y = np.sin(x / 500.0)
     y[3456], y[7890] = 50.0, np.nan
-    few_x, few_y = thinned(x, y, 300)
+    few_x, few_y = thin_curve(x, y, 300)
     assert len(few_x) <= 302 and np.all(np.diff(few_x) > 0)
     assert few_x[0] == 0 and few_x[-1] == 9999 and 50.0 in few_y and np.isfinite(few_y).all()
-    short_x, short_y = thinned(x[:5], y[:5], 300)
+    short_x, short_y = thin_curve(x[:5], y[:5], 300)
     np.testing.assert_array_equal(short_y, y[:5])
 
 

@@ -40,7 +40,7 @@ def test_the_rate_follows_the_batch(exponent):
     ramp = BatchRampConfig(fraction=0.5, stages=2, exponent=exponent)
     sizes = ramp.build(8, 8)
     plain = LinearConfig(floor=0.2).build(8)
-    scaled = ramp.scaled(plain, sizes)
+    scaled = ramp.scale_schedule(plain, sizes)
     for step in range(8):
         law = (sizes.rows(step) / 8) ** exponent
         found = float(scaled(jnp.int32(step)) / plain(jnp.int32(step)))

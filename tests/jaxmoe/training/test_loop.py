@@ -189,7 +189,7 @@ def test_a_signal_stops_after_the_step(bench, number, status):
 def test_a_hook_of_one_process_does_not_end_the_run_alone(bench, processes):
     """All end two steps later, when each of them reads the same metrics."""
     bench.monkeypatch.setattr(jax, "process_count", lambda: processes)
-    bench.monkeypatch.setattr(StopRequest, "agreed", lambda self: None)
+    bench.monkeypatch.setattr(StopRequest, "agree", lambda self: None)
     bench.bad_steps = frozenset((3, 4, 5))
     local = bench.hook("own", 1)
     local.is_local = True
@@ -207,7 +207,7 @@ def test_handlers_are_put_back():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with StopRequest() as stop:
         assert signal.getsignal(signal.SIGTERM) not in before
-        assert stop.agreed() is None
+        assert stop.agree() is None
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
@@ -215,7 +215,7 @@ def test_handlers_are_put_back():
 def test_second_signal_raises_keyboard_interrupt(first, reason):
     with StopRequest() as stop:
         signal.raise_signal(signal.Signals[first])
-        assert stop.agreed() == reason
+        assert stop.agree() == reason
         with pytest.raises(KeyboardInterrupt, match="SIGINT"):
             signal.raise_signal(signal.SIGINT)
 

@@ -16,7 +16,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.routing import HashConfig, SoftmaxGateConfig
 from jaxmoe.routing.replay import EXPERTS, REPLAYED
 from jaxmoe.routing.telemetry import summarise
-from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.routing.telemetry.recording import record_router, recorded_ids
 from jaxmoe.training.loss import forward_and_nll
 from sharding import MeshConfig
 from sharding.expert_parallel import AllToAllConfig
@@ -49,7 +49,7 @@ def others():
     return record
 
 
-RECORDING = dataclasses.replace(FULL, moe=recorded(FULL.moe, BATCH * LENGTH))
+RECORDING = dataclasses.replace(FULL, moe=record_router(FULL.moe, BATCH * LENGTH))
 
 
 @jax.jit

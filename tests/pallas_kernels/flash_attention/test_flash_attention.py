@@ -26,13 +26,13 @@ from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradien
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import blocks as pallas_tpu_blocks
 from pallas_kernels.flash_attention.tpu.blocks import BlockSizes
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 
 IMPLEMENTATIONS = ("xla", "pallas_tpu")
 
 # How kernels run that do not run on the CPU by themselves. The plain interpreter takes half the
 # time of the machine's, for which there is test_flash_attention_for_tpu.py.
-INTERPRETED = {"pallas_tpu": functools.partial(interpreted, "values")}
+INTERPRETED = {"pallas_tpu": functools.partial(interpret_kernels, "values")}
 
 
 def on_the_cpu(implementation):
@@ -369,7 +369,7 @@ def test_in_shard_map(implementation, check_vma, axis_type):
             (out, lse), pull = jax.vjp(lambda q, k, v: attend(q, k, v, positions), q, k, v)
             return out, lse, *pull((d_out, d_lse))
 
-        with interpreted() if implementation == "pallas_tpu" else contextlib.nullcontext():
+        with interpret_kernels() if implementation == "pallas_tpu" else contextlib.nullcontext():
             actual = run(*arrays)
     _assert_close(actual, expected)
 

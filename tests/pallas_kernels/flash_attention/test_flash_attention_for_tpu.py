@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from pallas_kernels import flash_attention
 from pallas_kernels.flash_attention.mask import Rules, Tokens
 from pallas_kernels.flash_attention.tpu import blocks
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 from tests.support.tolerances import assert_close
 from tests.support.tpus import described_tpus
 
@@ -160,7 +160,7 @@ def test_in_the_machine(key, monkeypatch, dtype, options):
         return flash_attention(q, k, v, **given, implementation=implementation)[0]
 
     expected = _value_and_gradients(functools.partial(attend, "reference"), *inputs)
-    with interpreted("machine"):
+    with interpret_kernels("machine"):
         actual = _value_and_gradients(functools.partial(attend, "pallas_tpu"), *inputs)
     assert_close(actual, expected, "attention", dtype)
 
@@ -201,7 +201,7 @@ def test_against_the_kernel_of_jax(key):
         given = {"q_segment_ids": segments, "kv_segment_ids": segments, "scale": 0.1}
         return flash_attention(q, k, v, **given, implementation="pallas_tpu")[0]
 
-    with interpreted("values"):
+    with interpret_kernels("values"):
         actual, expected = (_value_and_gradients(f, q, k, v, d_out) for f in (ours, theirs))
     assert_close(actual, expected, "attention")
 

@@ -46,7 +46,7 @@ def test_blocks_are_what_the_mask_says(data):
         np.arange(length) if x is None else x for x, length in zip(positions, (s, u), strict=True)
     ]
     is_visible = _plain_mask(rules, filled, tokens[2:])
-    order, counts = (np.asarray(x)[0] for x in visible_blocks.listed(kinds))
+    order, counts = (np.asarray(x)[0] for x in visible_blocks.list_visible(kinds))
     for i in range(kinds.shape[1]):
         for j in range(kinds.shape[2]):
             rows, columns = (
@@ -74,5 +74,7 @@ def test_large_tables_are_computed_on_the_device(monkeypatch):
     assert isinstance(small, np.ndarray)
     assert isinstance(large, jax.Array)
     np.testing.assert_array_equal(small, large)
-    for x, y in zip(visible_blocks.listed(small), visible_blocks.listed(large), strict=True):
+    for x, y in zip(
+        visible_blocks.list_visible(small), visible_blocks.list_visible(large), strict=True
+    ):
         np.testing.assert_array_equal(x, y)

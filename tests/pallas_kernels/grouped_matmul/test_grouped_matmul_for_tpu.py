@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_outer, grouped_swiglu, quantize
 from pallas_kernels.grouped_matmul.tpu import blocks, multiply, visits
 from pallas_kernels.grouped_matmul.tpu.blocks import Bytes, Tile
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 from tests.support import conformance
 from tests.support.conformance import GROUPED_PAIRS, OUTER_PAIRS, Dims
 from tests.support.tolerances import assert_close
@@ -52,7 +52,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def values():
     """Run the TPU kernels in the plain interpreter."""
-    with interpreted("values"):
+    with interpret_kernels("values"):
         yield
 
 
@@ -207,7 +207,7 @@ def test_swiglu(is_gathered):
 @pytest.mark.usefixtures("small_tiles")
 def test_swiglu_without_gradient():
     inputs = _swiglu_inputs()
-    with interpreted("values"):
+    with interpret_kernels("values"):
         actual = jax.jit(functools.partial(grouped_swiglu, implementation="pallas_tpu"))(
             *inputs[:4]
         )
@@ -220,7 +220,7 @@ def test_swiglu_without_gradient():
 def test_swiglu_in_bfloat16():
     """z is kept in bfloat16, h is made from float32 sums."""
     inputs = _swiglu_inputs(dtype="bfloat16")
-    with interpreted("values"):
+    with interpret_kernels("values"):
         actual = _compiled(_swiglu_gradients)(*inputs, implementation="pallas_tpu")
     expected = _compiled(_swiglu_gradients)(*inputs, implementation="reference")
     assert {x.dtype for x in actual} == {jnp.dtype(jnp.bfloat16)}
@@ -250,7 +250,7 @@ def test_in_the_machine(operation):
 
         return both(rows, gate_up[:, :, 0], d_out[:, :20])
 
-    with interpreted("machine"):
+    with interpret_kernels("machine"):
         actual = run("pallas_tpu")
     assert_close(actual, run("reference"), "matmul")
 
@@ -281,7 +281,7 @@ def test_in_shard_map():
         with jax.set_mesh(mesh):
             return both(rows, gate_up, down, d_out)
 
-    with interpreted("machine"):
+    with interpret_kernels("machine"):
         actual = run("pallas_tpu")
     assert_close(actual, run("reference"), "matmul")
 
@@ -306,7 +306,10 @@ def test_a_wrong_kernel_is_caught(monkeypatch):
 
 def test_blocks_that_cannot_be_unpacked():
     weights = quantize(jnp.ones((2, 24, 16)), "int8", axis=-2, block_size=12)
-    with interpreted("values"), pytest.raises(ValueError, match="block_size=16, or with one scale"):
+    with (
+        interpret_kernels("values"),
+        pytest.raises(ValueError, match="block_size=16, or with one scale"),
+    ):
         grouped_matmul(jnp.ones((8, 24)), weights, jnp.array([4, 4]), implementation="pallas_tpu")
 
 

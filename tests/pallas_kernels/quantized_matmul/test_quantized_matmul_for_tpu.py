@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import QuantizedArray, quantize, quantize_mixed, quantized_matmul
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 from pallas_kernels.quantized_matmul.tpu import kernels as pallas_tpu
 from pallas_kernels.quantized_matmul.tpu import layout as pallas_tpu_layout
 from tests.support import conformance
@@ -87,7 +87,7 @@ def _gradient(implementation, x, w, d_out, tiles=()):
 
 
 def _assert_product(x, w, interpreter="values"):
-    with interpreted(interpreter):
+    with interpret_kernels(interpreter):
         out = _product("pallas_tpu", x, w, SMALL)
     assert_close(out, _product("reference", x, w), "matmul")
 
@@ -116,7 +116,7 @@ def test_values(key, pair):
 )
 def test_any_size(key, m, k, n, pair):
     x, w = _factors(key, m, k, n, pair)
-    with interpreted("values"):
+    with interpret_kernels("values"):
         out = _product("pallas_tpu", x, w)
     assert_close(out, _product("reference", x, w), "matmul")
 
@@ -132,7 +132,7 @@ def test_integers_are_exact(monkeypatch, kind, w_dtype):
         QuantizedArray(values=jnp.asarray(a, dtype), scales=jnp.ones((1, 1)), axis=None)
         for a, dtype in ((x, "int8"), (w, w_dtype))
     )
-    with interpreted("values"):
+    with interpret_kernels("values"):
         out = jax.jit(functools.partial(quantized_matmul, implementation="pallas_tpu"))(*factors)
     exact = x @ w
     assert w_dtype == "int4" or exact.max() > 2**24
@@ -155,7 +155,7 @@ def _mixed(key, num_wide):
 )
 def test_mixed_blocks(key, num_wide, tile):
     x, w = _mixed(key, num_wide)
-    with interpreted("values"):
+    with interpret_kernels("values"):
         out = _product("pallas_tpu", x, w, (("k", tile),))
     assert_close(out, _product("reference", x, w), "matmul")
 
@@ -165,7 +165,7 @@ def test_a_wide_block_taken_for_narrow_is_caught(key, monkeypatch):
     monkeypatch.setattr(pallas_tpu, "_in_runs", lambda add, step, layout: add(0))
     x, w = _mixed(key, 3)
     jax.clear_caches()
-    with interpreted("values"):
+    with interpret_kernels("values"):
         out = _product("pallas_tpu", x, w, (("k", 256),))
     jax.clear_caches()
     with pytest.raises(AssertionError, match="Mismatched elements"):
@@ -179,7 +179,7 @@ def test_gradient(key, pair):
     """Gradient of x; d out is as wide as two tiles, and rounded to the dtype of x."""
     x, w = _factors(key, 5, 256, 150, PAIRS[pair])
     d_out = jax.random.normal(key, (5, 150))
-    with interpreted("values"):
+    with interpret_kernels("values"):
         actual = _gradient("pallas_tpu", x, w, d_out, SMALL)
     expected = _gradient("reference", x, w, d_out)
     assert actual.dtype == x.dtype
@@ -189,7 +189,7 @@ def test_gradient(key, pair):
 def test_gradient_of_filled_blocks(key):
     x, w = _factors(key, 2, 120, 6, ("float32", ("int8", 40)))
     d_out = jax.random.normal(key, (2, 6))
-    with interpreted("values"):
+    with interpret_kernels("values"):
         actual = _gradient("pallas_tpu", x, w, d_out)
     assert_close(actual, _gradient("reference", x, w, d_out), "matmul")
 
@@ -200,7 +200,7 @@ def test_nonfinite_scales_affect_only_their_values(key):
     scales = w.scales.at[1, 2].set(jnp.nan).at[0, 4].set(jnp.inf).at[:, 6].set(0.0)
     w = QuantizedArray(values=w.values, scales=scales, axis=-2)
     x = QuantizedArray(values=x.values, scales=x.scales.at[1].set(jnp.nan), axis=-1)
-    with interpreted("values"):
+    with interpret_kernels("values"):
         out = np.asarray(_product("pallas_tpu", x, w))
     assert np.all(np.isnan(out[1])) and np.all(np.isnan(out[:, 2]))
     assert not np.any(np.isfinite(out[:, 4]))
@@ -211,13 +211,13 @@ def test_nonfinite_scales_affect_only_their_values(key):
 
 def test_empty_input(key):
     factors = jax.jit(lambda key: _factors(key, 0, 8, 4, ("float32", ("int8", None))))
-    with interpreted("values"):
+    with interpret_kernels("values"):
         assert jax.eval_shape(lambda: _product("pallas_tpu", *factors(key))).shape == (0, 4)
 
 
 def test_no_quantised_factor(key):
     x, w = _factors(key, 3, 8, 4, ("float32", "float32"))
-    with interpreted("values"):
+    with interpret_kernels("values"):
         assert_close(_product("pallas_tpu", x, w), _product("reference", x, w), "matmul")
 
 
@@ -304,7 +304,7 @@ def test_lowered_for_a_tpu(key):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", conformance.PAIRS)
 def test_conformance(pair):
-    with interpreted("values"), _tiles(dict(SMALL), is_turned=None):
+    with interpret_kernels("values"), _tiles(dict(SMALL), is_turned=None):
         multiply = functools.partial(quantized_matmul, implementation="pallas_tpu")
         conformance.check_product(multiply, conformance.PAIRS[pair])
         if all(factor.is_integer for factor in conformance.PAIRS[pair]):
@@ -322,7 +322,7 @@ def test_in_the_machine(key, pair):
 def test_gradient_in_the_machine(key):
     x, w = _factors(key, 5, 256, 150, PAIRS["w4a16"])
     d_out = jax.random.normal(key, (5, 150))
-    with interpreted("machine"):
+    with interpret_kernels("machine"):
         actual = _gradient("pallas_tpu", x, w, d_out, SMALL)
     assert_close(actual, _gradient("reference", x, w, d_out), "matmul", "bfloat16")
 
@@ -347,7 +347,7 @@ def test_in_a_manual_region(key, pair):
         return rows if a.shape[0] == 6 else whole
 
     specs = (jax.tree.map(split, x), jax.tree.map(lambda _: whole, w))
-    with interpreted("machine"):
+    with interpret_kernels("machine"):
         call = functools.partial(run, "pallas_tpu")
         manual = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=True)
         actual = jax.jit(manual)(x, w)

@@ -19,7 +19,7 @@ from pallas_kernels.flash_attention import xla
 from pallas_kernels.flash_attention.api import KERNELS
 from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
 from pallas_kernels.flash_attention.mask import Rules, Tokens
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 from pallas_kernels.ring.parcel import Parcel
 from pallas_kernels.ring.remote_dma import ring_backward, ring_forward
 from pallas_kernels.ring.remote_dma.ring_backward import differentiate_ring
@@ -121,13 +121,13 @@ def test_without_tpu_remote_dma_is_refused():
     with pytest.raises(ValueError, match="here: transport='remote_dma' needs TPUs, .* for cpu"):
         check_transport("here", "remote_dma", KERNELS["pallas_tpu"])
     check_transport("here", "ppermute", xla.KERNELS)
-    with interpreted():
+    with interpret_kernels():
         check_transport("here", "remote_dma", KERNELS["pallas_tpu"])
 
 
 def test_other_implementations_are_refused():
     with (
-        interpreted(),
+        interpret_kernels(),
         pytest.raises(ValueError, match="from within the kernels of implementation='pallas_tpu'"),
     ):
         check_transport("here", "remote_dma", xla.KERNELS)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import state_space_dual
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 from pallas_kernels.selective_scan.tpu import kernels
 from tests.pallas_kernels.selective_scan.test_selective_scan import (
     IDS,
@@ -48,7 +48,7 @@ def _ids(length):
 def test_parity(interpreter, length, dtype):
     """Value and gradient of all inputs, over several tiles."""
     inputs, ids = make_inputs(OPERATION, length, dtype), _ids(length)
-    with interpreted(interpreter):
+    with interpret_kernels(interpreter):
         actual = value_and_gradients(inputs, ids, operation=OPERATION, implementation="pallas_tpu")
     expected = value_and_gradients(inputs, ids, operation=OPERATION, implementation="reference")
     assert_close(actual, expected, "matmul" if dtype == "float32" else "end_to_end", dtype)
@@ -59,7 +59,7 @@ def test_heads_of_one_group_in_several_blocks(monkeypatch):
     inputs = make_inputs(OPERATION)
     inputs = inputs._replace(b=inputs.b[:, :, :1], c=inputs.c[:, :, :1])
     *arrays, initial = inputs
-    with interpreted("values"):
+    with interpret_kernels("values"):
         actual, expected = (
             state_space_dual(
                 *arrays, initial=initial, segment_ids=jnp.asarray(IDS), implementation=name
@@ -73,7 +73,7 @@ def test_heads_of_one_group_in_several_blocks(monkeypatch):
 def test_short_rows_have_no_tile(length):
     """Their program is that of xla."""
     *arrays, initial = make_inputs(OPERATION, length)
-    with interpreted("values"):
+    with interpret_kernels("values"):
         programs = [
             str(
                 jax.make_jaxpr(

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import flash_attention
-from pallas_kernels.interpreter import interpreted
+from pallas_kernels.interpreter import interpret_kernels
 from sharding.sequence_parallel import AttentionRules, PageTables
 from sharding.sequence_parallel.paged import attend_pages, check_causal, write_pages
 from tests.support.tolerances import assert_close
@@ -138,7 +138,7 @@ def test_kernel_for_tpus_gets_arguments_that_mean_the_same(monkeypatch):
     rules = AttentionRules(window=7, softcap=4.0)
     wanted, kv, _, q, _, tables, positions = computed(rules, width=128)
     given = jax.tree.map(jnp.asarray, (tables, positions))
-    with interpreted():
+    with interpret_kernels():
         asked = dataclasses.replace(rules, implementation="pallas_tpu")
         out = attend_pages(q, kv, jnp.int32(LAYER), *given, asked)
         chosen = attend_pages(q, kv, jnp.int32(LAYER), *given, rules)
@@ -172,7 +172,10 @@ def test_a_kernel_that_does_not_take_the_sizes_is_an_error_with_the_field():
     _, q, pool, tables, positions, _ = arrays()
     tables, positions = jax.tree.map(jnp.asarray, (tables, positions))
     given = (q, pool, jnp.int32(0), tables, positions)
-    with interpreted(), pytest.raises(ValueError, match="set execution.kernels.attention to xla"):
+    with (
+        interpret_kernels(),
+        pytest.raises(ValueError, match="set execution.kernels.attention to xla"),
+    ):
         attend_pages(*given, AttentionRules(implementation="pallas_tpu"))
     with pytest.raises(ValueError, match="attention=pallas_gpu: .* needs a gpu and"):
         attend_pages(*given, AttentionRules(implementation="pallas_gpu"))

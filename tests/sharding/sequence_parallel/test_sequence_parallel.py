@@ -320,7 +320,7 @@ def lowered(config, *, has_gradient, fold=None):
     placement = PLACEMENT
     if fold is not None:
         cut = refine(MeshConfig(data=2, seq=RANKS).by_axis, fold)
-        placement, axes = Placement(DATA_PARALLEL.folded(cut)), cut.names("seq")
+        placement, axes = Placement(DATA_PARALLEL.on_fold(cut)), cut.names("seq")
     spec = jax.sharding.PartitionSpec("data", axes, None, None)
     shapes = [
         jax.ShapeDtypeStruct(

@@ -72,7 +72,7 @@ def run_rows(chain: Chain, batch: Batch, choose: Choose) -> RoutedRows:
     paths = []
     windows = []
     for layer, call in enumerate(chain.calls):
-        windows.append(pooled(chain.hidden(stream), token_mask))
+        windows.append(pool_windows(chain.hidden(stream), token_mask))
         paths.append(choose(layer, windows[-1]))
         for times in (RUN, REPEAT):
             is_on = paths[-1] >= times
@@ -110,7 +110,7 @@ def prompt_mask(token_mask: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
 
 
 @jax.jit
-def pooled(hidden: Float[Array, "B S D"], token_mask: Bool[Array, "B S"]) -> Array:
+def pool_windows(hidden: Float[Array, "B S D"], token_mask: Bool[Array, "B S"]) -> Array:
     """Return the mean of each window of the prompts [B 8 D], f32; 0 for a window without tokens.
 
     Args:

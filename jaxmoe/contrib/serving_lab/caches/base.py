@@ -34,7 +34,7 @@ class Use:
 class ItemCache(abc.ABC):
     """State of a policy during a replay; subclasses override what they decide."""
 
-    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
+    def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
         """Take note of a use.
 
         Args:
@@ -44,7 +44,7 @@ class ItemCache(abc.ABC):
         """
         del number, use, is_hit
 
-    def loaded(self, number: int, item: Item) -> None:
+    def note_load(self, number: int, item: Item) -> None:
         """Take note that an item was stored, after a miss or ahead of its use."""
         del number, item
 
@@ -69,7 +69,7 @@ class ItemCache(abc.ABC):
         del number, use, items, capacity
         return True
 
-    def displaced(
+    def displace(
         self, number: int, use: Use, items: Mapping[Item, float], capacity: float
     ) -> Sequence[Item]:
         """Return items that go for a missed item, room or not; none by default.

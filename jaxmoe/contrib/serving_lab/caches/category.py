@@ -98,8 +98,8 @@ class _Category(LRU):
         self._stored: dict[Item, float] = {}
         self._counts: dict[str, tuple[int, int]] = {}
 
-    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
-        super().used(number, use, is_hit=is_hit)
+    def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
+        super().note_use(number, use, is_hit=is_hit)
         uses, hits = self._counts.get(use.category, (0, 0))
         self._counts[use.category] = (uses + 1, hits + is_hit)
         if not is_hit:
@@ -115,7 +115,7 @@ class _Category(LRU):
             return False
         return use.size <= terms.quota * capacity
 
-    def displaced(
+    def displace(
         self, number: int, use: Use, items: Mapping[Item, float], capacity: float
     ) -> Sequence[Item]:
         room = self._terms(use).quota * capacity

@@ -37,7 +37,7 @@ def expert_uses(trace: RoutingTrace, tokens: int, size: float = 1.0) -> list[Use
         for layer in range(trace.num_layers):
             ids = trace.expert_ids[layer, first : first + tokens]
             following = (layer + 1) % trace.num_layers
-            expected = tables.expected(following, names) if following else ()
+            expected = tables.expected_experts(following, names) if following else ()
             expected = expected or before.get(following, ())
             time = float(first // tokens)
             uses = layer_uses(layer, ids, trace.num_experts, size, expected, time)
@@ -74,7 +74,7 @@ class _TokenExperts:
                 self._counts[at] = np.zeros(self._num_experts + 1, np.int32)
             np.add.at(self._counts[at], chosen, 1)
 
-    def expected(self, layer: int, tokens: Sequence[int]) -> tuple[Item, ...]:
+    def expected_experts(self, layer: int, tokens: Sequence[int]) -> tuple[Item, ...]:
         """Return the K most frequent experts of each token, those of most tokens first.
 
         Args:

@@ -27,7 +27,7 @@ class _LFU(ItemCache):
     def __init__(self) -> None:
         self._uses: dict[Item, tuple[int, int]] = {}
 
-    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
+    def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
         count, _ = self._uses.get(use.item, (0, 0))
         self._uses[use.item] = (count + 1, number)
 

@@ -30,11 +30,11 @@ class LRU(ItemCache):
         self.last: dict[Item, int] = {}
         """Place of the last use or load of each item."""
 
-    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
+    def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
         """Take note of a use."""
         self.last[use.item] = number
 
-    def loaded(self, number: int, item: Item) -> None:
+    def note_load(self, number: int, item: Item) -> None:
         """Take note of a load."""
         self.last[item] = number
 

@@ -41,8 +41,8 @@ class _Predicted(LRU):
         self._ahead = ahead
         self._expected: dict[Item, int] = {}
 
-    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
-        super().used(number, use, is_hit=is_hit)
+    def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
+        super().note_use(number, use, is_hit=is_hit)
         self._expected.pop(use.item, None)
         if use.expected:
             self._expected = {item: place for place, item in enumerate(use.expected)}

@@ -107,10 +107,10 @@ class BoundedCache:
             self.loads += 1
             self.bytes_loaded += use.size
             if self.policy.stores(number, use, self.held, self.capacity):
-                for item in self.policy.displaced(number, use, self.held, self.capacity):
+                for item in self.policy.displace(number, use, self.held, self.capacity):
                     self._drop(item)
                 self._store(number, use.item, set())
-        self.policy.used(number, use, is_hit=is_hit)
+        self.policy.note_use(number, use, is_hit=is_hit)
         ahead = [item for item in self.policy.prefetch(number, use) if item in self.sizes]
         protected = {use.item, *(item for item in ahead if item in self.held)}
         for item in ahead:
@@ -143,7 +143,7 @@ class BoundedCache:
         while math.fsum((size, *self.held.values())) > self.capacity:
             self._drop(self.policy.victim(number, [i for i in self.held if i not in protected]))
         self.held[item] = size
-        self.policy.loaded(number, item)
+        self.policy.note_load(number, item)
         if self._on_load is not None:
             self._on_load(item)
         return True

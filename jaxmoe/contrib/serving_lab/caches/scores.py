@@ -53,7 +53,7 @@ class _Scores(ItemCache):
         self._scores: dict[Item, float] = {}
         self._members: dict[str, list[Item]] = {}
 
-    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
+    def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
         if not use.scores:
             return
         weight = self._config.weight

@@ -40,7 +40,7 @@ class _Window(ItemCache):
         self._place = {item: place for place, item in enumerate(cycle)}
         self._now = 0
 
-    def used(self, number: int, use: Use, *, is_hit: bool) -> None:
+    def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
         self._now = self._place[use.item]
 
     def victim(self, number: int, items: Collection[Item]) -> Item:

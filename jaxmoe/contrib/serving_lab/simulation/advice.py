@@ -108,12 +108,12 @@ def _preempt(cost: Roofline, length: int) -> Advice:
 def _weights(cost: Roofline, length: int) -> Advice:
     room = cost.chip.available * cost.num_chips
     needed = cost.weight_bytes + length * cost.sizes.kv_bytes
-    share = f"{cost.spilled:.0%} in host memory" if cost.spilled else "on the device"
+    share = f"{cost.spill_share:.0%} in host memory" if cost.spill_share else "on the device"
     return Advice(
         subject="weights",
         choice=share,
         because=(
             f"{needed / 1e9:.3g} GB with one request, {room / 1e9:.3g} GB of memory"
-            + (", of which a tenth is for pages" if cost.spilled else "")
+            + (", of which a tenth is for pages" if cost.spill_share else "")
         ),
     )

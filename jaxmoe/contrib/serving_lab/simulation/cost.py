@@ -101,7 +101,7 @@ class Roofline:
         return np.minimum(1.0, self.sizes.top_k * np.asarray(self.loads))
 
     @functools.cached_property
-    def spilled(self) -> float:
+    def spill_share(self) -> float:
         """Share of the weights that does not fit into the devices, beside room for pages."""
         room = (1.0 - PAGES) * self.chip.available * self.num_chips
         return max(0.0, 1.0 - room / self.weight_bytes)
@@ -113,7 +113,7 @@ class Roofline:
             page_size: Tokens of a page.
             share: Share of the remaining memory for pages.
         """
-        resident = (1.0 - self.spilled) * self.weight_bytes
+        resident = (1.0 - self.spill_share) * self.weight_bytes
         free_bytes = self.chip.available * self.num_chips - resident
         return max(int(share * free_bytes / (page_size * max(self.sizes.kv_bytes, 1))), 1)
 
@@ -150,8 +150,8 @@ class Roofline:
             other_bytes = sum(operation_.other for operation_ in operation_list)
             return max(
                 sum(operation_.flops for operation_ in operation_list) / flops,
-                ((1.0 - self.spilled) * weights + other_bytes) / bandwidth,
-                self.spilled * weights / host,
+                ((1.0 - self.spill_share) * weights + other_bytes) / bandwidth,
+                self.spill_share * weights / host,
                 sum(operation_.network for operation_ in operation_list) / link,
             )
 

@@ -101,7 +101,7 @@ class Simulation:
             while self._events and self._events[0][0] == self.now:
                 heapq.heappop(self._events)[2]()
             for copy in self.fleet.balance(self.now):
-                self._at(self.now + self._travel(copy), lambda c=copy: self.fleet.copied(c))
+                self._at(self.now + self._travel(copy), lambda c=copy: self.fleet.note_copy(c))
             for number in range(len(self.fleet.instances)):
                 self._kick(number)
             self.scaling.switch_off(self.now)

@@ -37,7 +37,7 @@ from jaxmoe.contrib.slow_links.base import ReplicasBase
 from jaxmoe.contrib.slow_links.codec import Payload, plain
 from jaxmoe.contrib.slow_links.exchange import About, Decode, Exchange, no_state
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
-from jaxmoe.contrib.slow_links.gossip import Pairs, matched_pairs, received
+from jaxmoe.contrib.slow_links.gossip import Pairs, matched_pairs, receive
 from jaxmoe.contrib.slow_links.method import Method
 from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 
@@ -80,7 +80,7 @@ class A2cid2Config(ReplicasBase):
         def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
             decoded = decode(payload, slow)
             if not is_continuous:
-                return 0.5 * (decoded + received(decoded, table, setting, setting.round)), state
+                return 0.5 * (decoded + receive(decoded, table, setting, setting.round)), state
             # What the worker has learnt since the last exchange moves its copy as well.
             copy = slow + state + (decoded - slow)
             assert setting.round_key is not None  # set in every exchange of parameters
@@ -89,7 +89,7 @@ class A2cid2Config(ReplicasBase):
             moved = 0.5 * (1 - jnp.exp(-2 * rates.eta * elapsed)) * (copy - decoded)
             decoded = decoded + moved
             copy = copy - moved
-            difference = decoded - received(decoded, table, setting, setting.round)
+            difference = decoded - receive(decoded, table, setting, setting.round)
             mixed = decoded - 0.5 * difference
             return mixed, (copy - rates.alpha * difference) - mixed
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmoe.contrib.slow_links.codec import Codec, Payload, controlled, plain
+from jaxmoe.contrib.slow_links.codec import Codec, Payload, controlled_codec, plain
 from jaxmoe.contrib.slow_links.codecs.largest import largest
 from jaxmoe.contrib.slow_links.exchange import About, Decode, Exchange, gather_around
 from jaxmoe.contrib.slow_links.fragments import Leaf, TrainingFacts, is_small
@@ -60,8 +60,10 @@ class EControlConfig(GradientBase):
         def codec(leaf: Leaf, setting: About | None) -> Codec:
             del setting
             if is_small(leaf):
-                return controlled(plain(), self.gain)
-            return controlled(largest(self.share, stacked_dimensions(leaf), self.tile), self.gain)
+                return controlled_codec(plain(), self.gain)
+            return controlled_codec(
+                largest(self.share, stacked_dimensions(leaf), self.tile), self.gain
+            )
 
         leaves = {leaf.path: leaf for leaf in facts.leaves}
         exchange = separately(leaves, lambda leaf, setting: added_increments())

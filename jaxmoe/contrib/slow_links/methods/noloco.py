@@ -27,7 +27,7 @@ from jaxmoe.contrib.slow_links.base import ReplicasBase
 from jaxmoe.contrib.slow_links.codec import Payload, plain
 from jaxmoe.contrib.slow_links.exchange import About, Decode, Exchange, no_state
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
-from jaxmoe.contrib.slow_links.gossip import random_pairs, received
+from jaxmoe.contrib.slow_links.gossip import random_pairs, receive
 from jaxmoe.contrib.slow_links.method import Method
 from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 
@@ -60,7 +60,7 @@ class NoLoCoConfig(ReplicasBase):
 
         def mix(payload: Payload, decode: Decode, slow: Array, setting: About, state: Any) -> Any:
             decoded = decode(payload, slow)
-            theirs, their_slow = received((decoded, slow), table, setting, setting.round)
+            theirs, their_slow = receive((decoded, slow), table, setting, setting.round)
             return 0.5 * (decoded + theirs) + (slow - 0.5 * (slow + their_slow)), state
 
         exchange = Exchange(init=no_state, mix=mix, is_shared=False, copies=lambda workers: 2.0)

@@ -26,7 +26,7 @@ from jaxmoe.contrib.slow_links.base import ReplicasBase
 from jaxmoe.contrib.slow_links.codec import Payload, plain
 from jaxmoe.contrib.slow_links.exchange import About, Decode, Exchange, no_state
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
-from jaxmoe.contrib.slow_links.gossip import random_peers, received
+from jaxmoe.contrib.slow_links.gossip import random_peers, receive
 from jaxmoe.contrib.slow_links.method import Method
 from jaxmoe.contrib.slow_links.timing import ExchangeTiming
 
@@ -66,7 +66,7 @@ class SingleMergeConfig(ReplicasBase):
         first = min(math.ceil(self.complete_from * facts.steps / self.every), exchanges)
 
         def gossip(x: Array, setting: About) -> Array:
-            theirs = received(x, table, setting, setting.round)
+            theirs = receive(x, table, setting, setting.round)
             receives = jnp.asarray(receivers)[setting.round % self.rounds]
             is_mixed = receives[jax.lax.axis_index(setting.axis)]
             return jnp.where(is_mixed, 0.5 * (x + theirs), x)

@@ -40,8 +40,8 @@ from jaxmoe.contrib.slow_links.sites.rules import (
     Round,
     RoundRules,
     SystemClock,
-    confirmed,
-    listed,
+    confirmed_members,
+    list_members,
     majority,
 )
 from jaxmoe.contrib.slow_links.sites.transport import Closing, Transport
@@ -174,8 +174,8 @@ class Rounds:
             logger.warning(
                 "round %d: sites %s differ from the majority %s",
                 number,
-                listed(set(closing.members) - set(closing.majority)),
-                listed(closing.majority),
+                list_members(set(closing.members) - set(closing.majority)),
+                list_members(closing.majority),
             )
         return Agreement(
             number=number,
@@ -289,7 +289,7 @@ class Rounds:
             if closing is not None:
                 if self._member not in closing.members:
                     raise LeftOutError(
-                        f"round {number} closed with sites {listed(closing.members)}, without"
+                        f"round {number} closed with sites {list_members(closing.members)}, without"
                         f" {self._member}"
                     )
                 return closing
@@ -298,7 +298,7 @@ class Rounds:
             if now - began >= rules.timeout:
                 raise QuorumError(
                     f"round {number} has {len(present)} of at least {rules.quorum} sites"
-                    f" ({listed(present)}) after {rules.timeout:g} s"
+                    f" ({list_members(present)}) after {rules.timeout:g} s"
                 )
             self._pause()
 
@@ -313,7 +313,7 @@ class Rounds:
             return None
         closing = self._transport.decide(number, kind, proposal)
         if missing := set(expected) - set(closing.members):
-            logger.warning("round %d goes on without sites %s", number, listed(missing))
+            logger.warning("round %d goes on without sites %s", number, list_members(missing))
         return closing
 
     def _deputy(self, state: Callable[[], bytes]) -> Callable[[Mapping[int, bytes]], None]:
@@ -364,7 +364,8 @@ class Rounds:
                 return None
             self._pause()
         raise QuorumError(
-            f"none of the sites {listed(closing.majority)} posted the state after round {number}"
+            f"none of the sites {list_members(closing.majority)} posted the state after round"
+            f" {number}"
             f" within {self._rules.timeout:g} s"
         )
 
@@ -374,4 +375,4 @@ def _present(payloads: Mapping[int, bytes]) -> Closing:
 
 
 def _confirm(payloads: Mapping[int, bytes]) -> Closing:
-    return Closing(members=confirmed(payloads))
+    return Closing(members=confirmed_members(payloads))

@@ -114,7 +114,7 @@ def majority(fingerprints: Mapping[int, bytes]) -> tuple[int, ...]:
     return tuple(max(groups.values(), key=lambda group: (len(group), -group[0])))
 
 
-def confirmed(receipts: Mapping[int, bytes]) -> tuple[int, ...]:
+def confirmed_members(receipts: Mapping[int, bytes]) -> tuple[int, ...]:
     """Return the members whose updates all confirming members hold, in ascending order.
 
     A member that holds at most half as many updates as another is the one with the bad connection,
@@ -134,6 +134,6 @@ def confirmed(receipts: Mapping[int, bytes]) -> tuple[int, ...]:
     return tuple(sorted(set(holders).intersection(*holders.values())))
 
 
-def listed(members: Iterable[int]) -> str:
+def list_members(members: Iterable[int]) -> str:
     """Return members as text for a message: `0, 2`."""
     return ", ".join(map(str, sorted(members)))

@@ -60,7 +60,7 @@ class GradientTraining:
             step=step,
         )
 
-    def trained(self, tree: Any) -> dict[str, Any]:
+    def trained_by_path(self, tree: Any) -> dict[str, Any]:
         """Return the trained parameters of a tree like the parameters, as {path: array}."""
         arrays = flat(tree)
         return {path: arrays[path] for path in self.leaves}
@@ -71,6 +71,6 @@ class GradientTraining:
         Args:
             state: State of an ordinary run.
         """
-        params = self.trained(state.params)
+        params = self.trained_by_path(state.params)
         local = begin_gradients(self.method, self.leaves, params, self.workers)
         return with_local(state, local)

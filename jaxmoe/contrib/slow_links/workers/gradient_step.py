@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.contrib.slow_links.fragments import flat, nested
+from jaxmoe.contrib.slow_links.fragments import flat, nest
 from jaxmoe.contrib.slow_links.gradient_method import Contribution, exchange_gradients
 from jaxmoe.contrib.slow_links.workers.gradient_state import GradientTraining
 from jaxmoe.contrib.slow_links.workers.local import local_of, with_local
@@ -76,7 +76,7 @@ def gradient_step(
         training.leaves,
         local_of(state),
         contributions,
-        training.trained(state.params),
+        training.trained_by_path(state.params),
         training.workers,
         number=state.step,
         key=jax.random.fold_in(state.rng, state.step),
@@ -84,8 +84,8 @@ def gradient_step(
         alive=alive,
     )
     weight, summed = _combine(sums, contributions.tokens, counted)
-    trained = state.params if step.table is None else step.table.trained(state.params)
-    summed = replace(summed, grads=nested(flat(trained) | grads))
+    trained = state.params if step.table is None else step.table.select_trained(state.params)
+    summed = replace(summed, grads=nest(flat(trained) | grads))
     measures = {}
     if step.reads_rows:
         measures = {"worker_loss": jnp.where(counted[:, 0], sums.loss[:, 0], jnp.nan)}
@@ -108,7 +108,7 @@ def worker_gradients(
     code = training.method.code
     parts = 1 if code is None else code.parts
     factors = jnp.asarray([(1.0,)] * workers.number if code is None else code.factors)
-    params = training.trained(state.params)
+    params = training.trained_by_path(state.params)
     shared = {
         "params": state.params,
         "router_state": state.router_state,
@@ -127,7 +127,7 @@ def worker_gradients(
             place, rows, factor = worker_part
             first = (number + place) % workers.number * rows.tokens.shape[0]
             tokens, stacked, *_ = step.gradients.compute(step, before, rows, first)
-            grads = training.trained(stacked.grads)
+            grads = training.trained_by_path(stacked.grads)
             is_finite = jnp.isfinite(stacked.loss) & all_finite(grads)
             weight = factor * tokens
             total = {path: x + grads[path] * weight.astype(x.dtype) for path, x in total.items()}

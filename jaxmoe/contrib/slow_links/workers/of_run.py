@@ -84,7 +84,7 @@ class RunWorkers(OneWorker):
         if isinstance(self.training, WorkerTraining) and self._member is not None:
             BetweenJobs(self.training)
 
-    def jitted(self, step: Step) -> CheckedStep:
+    def jit_step(self, step: Step) -> CheckedStep:
         """Return the jitted step of the run; the exchanges between jobs are not in it."""
         training = self._training_of(step)
         if isinstance(training, GradientTraining):

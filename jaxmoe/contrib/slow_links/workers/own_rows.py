@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxmoe.contrib.slow_links.fragments import Leaf, flat, nested
+from jaxmoe.contrib.slow_links.fragments import Leaf, flat, nest
 from jaxmoe.contrib.slow_links.ownership import Ownership
 from jaxmoe.contrib.slow_links.workers.arrays import Workers
 
@@ -68,7 +68,7 @@ class OwnRows:
                 first = self.ownership.begin(wide[path].shape[dimension], size)[number]
                 zeros = jnp.zeros_like(wide[path], dtype=few[path].dtype)
                 few[path] = jax.lax.dynamic_update_slice_in_dim(zeros, few[path], first, dimension)
-            return nested(few), state
+            return nest(few), state
 
         return self.optimizer._replace(update=update)
 
@@ -82,7 +82,7 @@ class OwnRows:
         arrays = dict(flat(tree))
         for path, dimension, size in self._cut(arrays):
             arrays[path] = self._part(arrays[path], (dimension, size), number)
-        return nested(arrays)
+        return nest(arrays)
 
     def _cut(self, arrays: Mapping[str, Array]) -> list[tuple[str, int, int]]:
         """Return the arrays that are cut, the dimension, and the rows of a window."""

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.contrib.slow_links.fragments import Fragment, flat, nested
+from jaxmoe.contrib.slow_links.fragments import Fragment, flat, nest
 from jaxmoe.contrib.slow_links.method import Talk, mask_foreign, merge, send
 from jaxmoe.contrib.slow_links.workers.local import local_of, with_local
 from jaxmoe.contrib.slow_links.workers.programs import ScheduledStep
@@ -157,7 +157,7 @@ class ForeignRows(StepPart):
         training = self.training
         trained = {path: arrays[path] for path in training.leaves}
         masked = mask_foreign(training.method, training.leaves, self.number, trained, other_arrays)
-        return nested(arrays | masked)
+        return nest(arrays | masked)
 
 
 def own_step(step: Step, training: WorkerTraining, number: Int[Array, ""]) -> Step:
@@ -312,14 +312,14 @@ def merge_arrived(
         number=method.timing.round(number, arrived.last),
     )
     state = _with_talk(state, number, talk)
-    local = replace(local_of(state), params=nested(fragment.put(mine, local_params, leading=1)))
+    local = replace(local_of(state), params=nest(fragment.put(mine, local_params, leading=1)))
     if arrived.total is not None and training.step is not None:
         routers = replay(training.step.model, state, arrived.total, arrived.last)
         local = replace(local, router_state=training.workers.stack(routers))
         state = replace(state, router_state=routers)
     if slow is not None:
         outers = tuple(outer if i == number else o for i, o in enumerate(state.opt_state))
-        params = nested(fragment.put(flat(state.params), slow))
+        params = nest(fragment.put(flat(state.params), slow))
         state = replace(state, params=params, opt_state=outers)
     return with_local(state, local)
 

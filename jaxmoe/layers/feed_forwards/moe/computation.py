@@ -30,7 +30,7 @@ from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterSta
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
 from jaxmoe.routing.replay import EXPERTS
-from pallas_kernels.jax_versions import agreed
+from pallas_kernels.jax_versions import as_unvarying
 from sharding.assignments import Assignments, combine, own_assignments, own_positions
 from sharding.expert_parallel import expert_parallel
 from sharding.expert_parallel.permute import loads
@@ -166,7 +166,7 @@ class Computation:
             if layout.own_axes:
                 measures = jax.lax.psum(measures, layout.own_axes)
             statistics = dataclasses.replace(statistics, extra=statistics.extra | measures)
-            device = moves.carried(ids, moe.num_experts, layout.experts)
+            device = moves.carry_tokens(ids, moe.num_experts, layout.experts)
             carry["expert_device"] = device.reshape(batch, -1)
         if names := batch_axes + sequence_axes:
             statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
@@ -237,7 +237,7 @@ class Computation:
     def _losses(self, given: LocalInputs, key: Array | None) -> dict[str, Array]:
         """Return the losses of weights, which are equal on all devices once gathered."""
         return {
-            balancer.name: agreed(balancer.coupling(given.router, given.coupled, key))
+            balancer.name: as_unvarying(balancer.coupling(given.router, given.coupled, key))
             for balancer in self.coupling_balancers
         }
 

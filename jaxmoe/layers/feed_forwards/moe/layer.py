@@ -194,7 +194,7 @@ class MoE(nn.Module):
 def _merged(weights: dict[str, Any]) -> dict[str, Any]:
     """Return the weights with the additions of adapters in them."""
     return {
-        name: weight.merged() if isinstance(weight, LowRank) else weight
+        name: weight.merge() if isinstance(weight, LowRank) else weight
         for name, weight in weights.items()
     }
 

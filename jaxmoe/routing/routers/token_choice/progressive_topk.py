@@ -98,7 +98,7 @@ class ProgressiveTopK(TokenChoice):
         """Return random parameters, and the state `step`, 0."""
         return draw(self.declarations(), key), {"step": jnp.zeros((), jnp.int32)}
 
-    def preferred(
+    def preferences(
         self, preference: Float[Array, "T E"], state: Any, inputs: RouterInputs
     ) -> Int[Array, "T K"]:
         """Return the k best experts of each token, and empty slots after them."""

@@ -40,7 +40,7 @@ from jaxmoe.routing.base import (
     token_major,
 )
 from jaxmoe.routing.biases.base import SelectionBias
-from jaxmoe.routing.replay import replayed
+from jaxmoe.routing.replay import replay_experts
 from jaxmoe.routing.routers.linear import StatelessRouter, linear_declarations
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig, limit_groups
 
@@ -131,7 +131,7 @@ class TokenChoice(StatelessRouter):
             extra = extra | more
         if config.groups is not None:
             preference = limit_groups(preference, config.groups, top_k=self.top_k)
-        selection, more = choose(scored, self.preferred(preference, state, inputs), inputs)
+        selection, more = choose(scored, self.preferences(preference, state, inputs), inputs)
         statistics = sum_statistics(
             scored.logits, scored.probs, selection.expert_ids, inputs.token_mask
         )
@@ -144,7 +144,7 @@ class TokenChoice(StatelessRouter):
             carry=scored.logits if config.traits.carries_logits else None,
         )
 
-    def preferred(
+    def preferences(
         self, preference: Float[Array, "T E"], state: Any, inputs: RouterInputs
     ) -> Int[Array, "T K"]:
         """Return the K experts that each token prefers; E marks an empty slot."""
@@ -181,7 +181,9 @@ def choose(
     expert_ids = preferred
     extra = dict[str, Array]()
     if inputs.replayed is not None:
-        expert_ids, extra = replayed(preferred, inputs.replayed, inputs.token_mask, num_experts)
+        expert_ids, extra = replay_experts(
+            preferred, inputs.replayed, inputs.token_mask, num_experts
+        )
     source = scored.logits if scored.is_over_chosen else scored.log_scores
     chosen = jnp.take_along_axis(source, expert_ids, axis=-1, mode="fill", fill_value=-jnp.inf)
     if scored.is_over_chosen:

@@ -42,10 +42,10 @@ class SwapGroupsConfig(RetentionConfig):
     def facts(self, facts: Facts) -> Facts:
         """Return the facts with groups, swaps and copies."""
         pages = int(self.host * facts.num_pages)
-        return dataclasses.replace(facts, victim=swapped, group=self.group, host_pages=pages)
+        return dataclasses.replace(facts, victim=choose_swap, group=self.group, host_pages=pages)
 
 
-def swapped(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, EvictionKind]:
+def choose_swap(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, EvictionKind]:
     """Return the sequence that is served last, to be swapped; without pages, to begin again."""
     sequence, kind = youngest(candidates)
     return sequence, "swap" if sequence.computed and not sequence.layers_done else kind

@@ -53,7 +53,7 @@ def first_state(params):
 @jax.jit
 def follow(state, params, grads):
     state = dataclasses.replace(state, step=state.step + 1, params=params)
-    return CONFIG.after_step(state, TABLE.trained(grads), StepGiven(None, TABLE, PLACEMENT))
+    return CONFIG.after_step(state, TABLE.select_trained(grads), StepGiven(None, TABLE, PLACEMENT))
 
 
 def flat(tree):

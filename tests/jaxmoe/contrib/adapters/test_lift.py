@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxmoe.adapters import LiftConfig, TargetsConfig, folded
+from jaxmoe.adapters import LiftConfig, TargetsConfig, fold_adapters
 from jaxmoe.contrib.adapters.sparse import dense, largest_places, low_rank_approximation
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
@@ -67,7 +67,7 @@ def test_only_k_entries_change_and_chosen_ones_keep_their_moments_at_a_refresh()
     key, execution = jax.random.key(1), ExecutionConfig()
     state = state_around(model, optimizer, execution, params, key)
     base = flat(init_params(TINY, jax.random.key(0)))
-    fold = jax.jit(lambda params: folded(params, LIFT, model.layer_numbers))
+    fold = jax.jit(lambda params: fold_adapters(params, LIFT, model.layer_numbers))
     np.testing.assert_array_equal(fold(state.params)["head"]["weight"], base["head/weight"])
     step, rows, states = make_train_step(model, optimizer), batch(), []
     for _ in range(3):

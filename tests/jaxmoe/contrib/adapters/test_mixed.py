@@ -19,7 +19,7 @@ from jaxmoe.adapters import (
     RemixConfig,
     TargetsConfig,
     TaskLoraConfig,
-    folded,
+    fold_adapters,
 )
 from jaxmoe.contrib.adapters.repeated import ADVANTAGE
 from jaxmoe.execution import ExecutionConfig
@@ -91,12 +91,12 @@ def loss_and_gradients(model, execution, params, rows):
     table = parameter_table(model)
 
     def loss(trained):
-        whole = table.merged(trained, params)
+        whole = table.merge(trained, params)
         key = jax.random.key(7)
         nll, output = forward_and_nll(model, execution, whole, rows, train=True, key=key)
         return nll + 100.0 * sum(output.losses.values(), jnp.float32(0.0))
 
-    return jax.value_and_grad(loss)(table.trained(params))
+    return jax.value_and_grad(loss)(table.select_trained(params))
 
 
 @pytest.mark.slow
@@ -178,4 +178,4 @@ def test_mixtures_that_cannot_be_are_refused(make, message):
 def test_a_mixture_is_not_folded():
     model = adapted(WIDE, MIXED["lora_mixer"])
     with pytest.raises(ValueError, match="which of them a token has depends on the token"):
-        jax.eval_shape(folded, parameter_table(model).tree(lambda row: jnp.zeros(row.shape)))
+        jax.eval_shape(fold_adapters, parameter_table(model).tree(lambda row: jnp.zeros(row.shape)))

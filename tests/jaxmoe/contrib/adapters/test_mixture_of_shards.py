@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxmoe.adapters import LoraConfig, MixtureOfShardsConfig, TargetsConfig, folded
+from jaxmoe.adapters import LoraConfig, MixtureOfShardsConfig, TargetsConfig, fold_adapters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import init_params, parameter_table
@@ -105,7 +105,7 @@ def test_a_fold_computes_what_the_pools_do():
     for path in [path for path in params if path.endswith(":up")]:
         params[path] = jax.random.normal(jax.random.key(len(path)), params[path].shape)
     params = traverse_util.unflatten_dict(params, sep="/")
-    plain = folded(CONFIG.prepare(params, ()))
+    plain = fold_adapters(CONFIG.prepare(params, ()))
     assert not any(":" in path for path in flat(plain))
     ids = jax.random.randint(jax.random.key(2), (2, 6), 0, FULL.vocab_size)
     found = jax.jit(lambda: forward(model, ExecutionConfig(), params, ids).logits)()

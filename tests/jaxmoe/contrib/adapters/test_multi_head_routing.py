@@ -30,7 +30,7 @@ def addition(logits, tasks, x, down, up):
     gates = Gates(values=values, is_paired=False)
     zeros = jnp.zeros((INPUTS, OUTPUTS))
     matrix = LowRank(weight=zeros, down=down, up=up, scale=jnp.float32(1 / RANK), mix=gates)
-    return matrix.mixed_by(gates).added(jnp.zeros((*x.shape[:2], OUTPUTS)), x)
+    return matrix.mixed_by(gates).additions(jnp.zeros((*x.shape[:2], OUTPUTS)), x)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

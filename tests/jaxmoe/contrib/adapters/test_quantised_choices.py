@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxmoe.adapters import QuantisedChoicesConfig, TargetsConfig, folded
+from jaxmoe.adapters import QuantisedChoicesConfig, TargetsConfig, fold_adapters
 from jaxmoe.contrib.adapters.quantised_choices import draw_bits
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
@@ -42,7 +42,7 @@ def drawn_params():
 def within(params, bits):
     """Parameters with the bits of least error, of a mean of some bits."""
     adapter = dataclasses.replace(CHOICES, mean_bits=bits)
-    return adapter.begun(params, LAYERS, jax.random.key(0))
+    return adapter.begin(params, LAYERS, jax.random.key(0))
 
 
 def bits_of(params):
@@ -62,10 +62,10 @@ def test_a_step_trains_the_factors_of_the_drawn_bits_alone():
     given = {"train": True, "key": jax.random.key(3)}
 
     def loss(trained):
-        whole = table.merged(trained, params)
+        whole = table.merge(trained, params)
         return jnp.mean(forward(MODEL, ExecutionConfig(), whole, IDS, **given).logits ** 2)
 
-    grads = flat(jax.jit(jax.grad(loss))(table.trained(params)))
+    grads = flat(jax.jit(jax.grad(loss))(table.select_trained(params)))
     drawn = flat(CHOICES.prepare(params, LAYERS, given["key"]))
     assert len(set(bits_of(traverse_util.unflatten_dict(drawn, sep="/")))) > 1
     for path in [path for path in grads if path.endswith((":downs", ":ups"))]:
@@ -91,7 +91,7 @@ def test_the_mean_of_the_bits_is_uniform():
 def test_a_member_equals_its_folded_weights(budget):
     params = within(drawn_params(), budget)
     assert sum(bits_of(params)) == {2.0: 6, 3.4: 10}[budget]
-    plain = jax.jit(lambda params: folded(params, CHOICES, LAYERS))(params)
+    plain = jax.jit(lambda params: fold_adapters(params, CHOICES, LAYERS))(params)
     found = jax.jit(lambda p: forward(MODEL, ExecutionConfig(), p, IDS).logits)(params)
     wanted = jax.jit(lambda p: forward(FULL, ExecutionConfig(), p, IDS).logits)(plain)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -100,7 +100,7 @@ def test_a_member_equals_its_folded_weights(budget):
 def test_searched_bits_have_the_least_error_of_all():
     params = init_params(MODEL, jax.random.key(0))
     held, errors = flat(params), np.zeros((3, 5))
-    fold = jax.jit(lambda params: folded(params, CHOICES, LAYERS))
+    fold = jax.jit(lambda params: fold_adapters(params, CHOICES, LAYERS))
     for bits in (2, 3, 4):
         rounded = flat(fold(within(params, bits)))
         for path, value in rounded.items():

@@ -124,7 +124,7 @@ def by_hand(state, rows):
         nll, of_rows, output = forward_and_row_nll(
             MODEL,
             ExecutionConfig(),
-            table.merged(trained, state.params),
+            table.merge(trained, state.params),
             dataclasses.replace(rows, extra=extra),
             row_ids=2 * jnp.arange(length[0], dtype=jnp.int32) + number,
             train=True,
@@ -135,7 +135,7 @@ def by_hand(state, rows):
         total = (nll / weight + sum(losses.values(), jnp.float32(0.0))) / 2 + router
         return total, of_rows / weight
 
-    trained = table.trained(state.params)
+    trained = table.select_trained(state.params)
     none = jnp.zeros(length[0])
     losses = [one(trained, number, none)[1] for number in range(2)]
     half = (losses[0] - losses[1]) / 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxmoe.adapters import SharedStoreConfig, TargetsConfig, folded
+from jaxmoe.adapters import SharedStoreConfig, TargetsConfig, fold_adapters
 from jaxmoe.contrib.adapters.shared_store import CELLS, STORE, places_of, uses_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
@@ -33,7 +33,7 @@ def stored(compression, **given):
 
 def plain_of(model, params):
     """The parameters of the plain model that a store makes."""
-    return jax.jit(lambda params: folded(params, model.adapter, model.layer_numbers))(params)
+    return jax.jit(lambda params: fold_adapters(params, model.adapter, model.layer_numbers))(params)
 
 
 @pytest.mark.parametrize(("cells", "total"), [(7, 30), (10, 10), (16, 11), (5, 25), (97, 1000)])
@@ -82,9 +82,9 @@ def test_gradient_of_a_cell_is_the_mean_over_its_uses():
         return jnp.mean(forward(used, ExecutionConfig(), params, ids).logits ** 2)
 
     def of_store(trained):
-        return loss(model, table.merged(trained, params))
+        return loss(model, table.merge(trained, params))
 
-    value, grads = jax.jit(jax.value_and_grad(of_store))(table.trained(params))
+    value, grads = jax.jit(jax.value_and_grad(of_store))(table.select_trained(params))
     plain, wanted = jax.jit(jax.value_and_grad(lambda given: loss(TINY, given)))(
         plain_of(model, params)
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxmoe.adapters import StepGiven, SwitchLoraConfig, TargetsConfig, folded
+from jaxmoe.adapters import StepGiven, SwitchLoraConfig, TargetsConfig, fold_adapters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
 from jaxmoe.precision import PrecisionPolicy
@@ -61,7 +61,7 @@ def followed(config, state, before=None):
 def test_a_swap_leaves_the_effective_weight():
     state = begun(CONFIG)
     after = followed(CONFIG, state)
-    old, new = flat(folded(state.params)), flat(folded(after.params))
+    old, new = flat(fold_adapters(state.params)), flat(fold_adapters(after.params))
     for path in old:
         largest = float(jnp.abs(old[path]).max())
         np.testing.assert_allclose(new[path], old[path], rtol=0.0, atol=1e-6 * largest)

@@ -14,7 +14,12 @@ import pytest
 
 from jaxmoe.contrib.estimators.noise import noise_sum
 from jaxmoe.contrib.estimators.passes import Given
-from jaxmoe.contrib.estimators.spsa import SPSAConfig, direction_keys, exchanged, slopes_of
+from jaxmoe.contrib.estimators.spsa import (
+    SPSAConfig,
+    direction_keys,
+    exchange_derivatives,
+    slopes_of,
+)
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import parameter_table
@@ -183,9 +188,11 @@ def test_one_worker_with_its_own_noise_equals_plain_spsa():
 
 def test_byte_payload_rounds_to_the_shared_scale():
     slopes = jnp.asarray([3.0, -1.27, 0.004, 0.0])
-    found = exchanged(slopes, "byte", 1)[:, 0]
+    found = exchange_derivatives(slopes, "byte", 1)[:, 0]
     assert float(jnp.max(jnp.abs(found - slopes))) <= 0.5 * 3.0 / 127 + 1e-7
-    assert found[0] == pytest.approx(3.0) and not exchanged(jnp.zeros(2), "byte", 1).any()
+    assert (
+        found[0] == pytest.approx(3.0) and not exchange_derivatives(jnp.zeros(2), "byte", 1).any()
+    )
 
 
 def _sent(text, name):
@@ -212,7 +219,7 @@ def test_workers_send_one_byte_each_and_stay_equal():
     state = init_state(TINY, optax.sgd(1e-3), jax.random.key(0), execution=execution, mesh=made)
     with jax.set_mesh(made):
         rows = global_batch(batch(), made)
-        compiled = step.jitted().lower(state, rows).compile()
+        compiled = step.jit_step().lower(state, rows).compile()
         text = compiled.as_text()
         state, metrics = compiled(state, rows)
     assert not metrics.is_skipped

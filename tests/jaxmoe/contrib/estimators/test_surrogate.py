@@ -130,7 +130,7 @@ def test_workers_send_their_weights_and_stay_equal():
     )
     with jax.set_mesh(made):
         rows = global_batch(batch(), made)
-        compiled = step.jitted().lower(state, rows).compile()
+        compiled = step.jit_step().lower(state, rows).compile()
         text = compiled.as_text()
         state, metrics = compiled(state, rows)
     assert not metrics.is_skipped and np.asarray(state.parts["gradients"]).any()

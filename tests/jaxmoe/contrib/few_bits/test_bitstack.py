@@ -9,10 +9,10 @@ import pytest
 
 from jaxmoe.contrib.few_bits.bitstack import (
     BitStack,
-    added,
+    add_block,
     block_bytes,
     decompose,
-    expanded,
+    expand,
     prefix,
     scales_of,
     sort_blocks,
@@ -94,7 +94,7 @@ def test_prefix_is_the_truncated_sum(stacks):
                     )
                     wanted[blocks.layers[i]] += part
             wanted /= whole[path].scales[..., None]
-            found = expanded(row, cut, jnp.float32)
+            found = expand(row, cut, jnp.float32)
             np.testing.assert_allclose(found, wanted.reshape(row.shape), rtol=1e-5, atol=1e-6)
 
 
@@ -103,10 +103,10 @@ def test_more_blocks_are_nearer_and_one_is_added_as_in_the_sum(stacks):
     for path, row in ROWS.items():
         errors, value = [], jnp.zeros(row.shape, jnp.float32)
         for number in range(whole[path].blocks.places.size):
-            value = added(value, row, whole[path], number)
+            value = add_block(value, row, whole[path], number)
             errors.append(np.linalg.norm(np.asarray(value) - values[path]))
         np.testing.assert_allclose(
-            value, expanded(row, whole[path], jnp.float32), rtol=1e-5, atol=1e-6
+            value, expand(row, whole[path], jnp.float32), rtol=1e-5, atol=1e-6
         )
         assert errors[-1] < 0.35 * np.linalg.norm(values[path])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxmoe.contrib.fleet.moves import depart, departed, fork, receive, stay
+from jaxmoe.contrib.fleet.moves import depart, fork, receive, release_departed, stay
 from jaxmoe.serve import BATCHING, Facts, Instance, Request, Sampling
 from tests.support.page_executor import PageExecutor, Streams, answer
 
@@ -86,7 +86,7 @@ def test_a_move_at_every_step_changes_no_token(after):
     here = receive(target, one)
     assert here is not None
     other.write(here.pages, 0, executor.read(one.pages, one.computed))
-    departed(source, 0)
+    release_departed(source, 0)
     source.check_pages()
     target.check_pages()
     steps(target, policy, other, streams)

@@ -27,7 +27,7 @@ from jaxmoe.contrib.layerwise.layer_paths.rows import (
     SKIP,
     along_paths,
     num_predicted,
-    pooled,
+    pool_windows,
     prompt_mask,
 )
 from jaxmoe.contrib.layerwise.layer_paths.search import PathSearch, SearchConfig, find_paths
@@ -101,13 +101,13 @@ def test_windows_are_means_of_the_prompt_and_padding_changes_nothing():
     hidden = rng.standard_normal((2, 36, 3)).astype(np.float32)
     mask = np.ones((2, 36), bool)
     mask[1, 32:] = False
-    found = np.asarray(pooled(jnp.asarray(hidden), jnp.asarray(mask)))
+    found = np.asarray(pool_windows(jnp.asarray(hidden), jnp.asarray(mask)))
     assert prompt_mask(mask).sum(1).tolist() == [18, 16]
     np.testing.assert_allclose(found[1], hidden[1, :16].reshape(8, 2, 3).mean(1), rtol=1e-5)
     hidden[1, 32:] = 7.0
     hidden[:, 20:32] += 1.0  # after the prompts
-    np.testing.assert_array_equal(pooled(jnp.asarray(hidden), jnp.asarray(mask)), found)
-    few = np.asarray(pooled(jnp.asarray(hidden[:, :6]), jnp.ones((2, 6), bool)))
+    np.testing.assert_array_equal(pool_windows(jnp.asarray(hidden), jnp.asarray(mask)), found)
+    few = np.asarray(pool_windows(jnp.asarray(hidden[:, :6]), jnp.ones((2, 6), bool)))
     assert np.isfinite(few).all()
 
 

@@ -32,7 +32,7 @@ def mesh():
     return make_mesh(MeshConfig(seq=RANKS), jax.devices()[:RANKS], fold=fold(RANKS))
 
 
-PLACEMENT = Placement(DATA_PARALLEL.folded(refine(MeshConfig(seq=RANKS).by_axis, fold(RANKS))))
+PLACEMENT = Placement(DATA_PARALLEL.on_fold(refine(MeshConfig(seq=RANKS).by_axis, fold(RANKS))))
 
 
 def arrays():

@@ -14,7 +14,7 @@ import pytest
 
 from jaxmoe.catalog import choice
 from jaxmoe.contrib.mkor.backward import ProbedBackward
-from jaxmoe.contrib.mkor.optimizer import MKORConfig, directions, scale_by_mkor, updated
+from jaxmoe.contrib.mkor.optimizer import MKORConfig, directions, scale_by_mkor, update_factors
 from jaxmoe.contrib.mkor.probed import ProbedArray, means
 from jaxmoe.contrib.mkor.probes import mean_gradients, mean_inputs, probed_rows
 from jaxmoe.execution import ExecutionConfig
@@ -44,7 +44,7 @@ def test_inverse_of_the_average_is_exact_and_positive():
     inverse, average = jnp.eye(size)[None], np.eye(size)
     for step in range(20):
         mean = _random((1, size), step)
-        inverse = updated(inverse, mean, decay, largest=1e9)
+        inverse = update_factors(inverse, mean, decay, largest=1e9)
         v = np.asarray(mean[0], np.float64)
         average = decay * average + (1 - decay) * np.outer(v, v)
     np.testing.assert_allclose(inverse[0], np.linalg.inv(average), rtol=1e-3, atol=1e-4)
@@ -53,9 +53,9 @@ def test_inverse_of_the_average_is_exact_and_positive():
 
 def test_large_factors_move_to_the_identity():
     inverse = 3.0 * jnp.eye(4)[None]
-    found = updated(inverse, jnp.zeros((1, 4)), 0.95, largest=2.0)
+    found = update_factors(inverse, jnp.zeros((1, 4)), 0.95, largest=2.0)
     np.testing.assert_allclose(found[0], (0.9 * 3.0 / 0.95 + 0.1) * np.eye(4), rtol=1e-6)
-    small = updated(jnp.eye(4)[None], jnp.zeros((1, 4)), 0.95, largest=2.0)
+    small = update_factors(jnp.eye(4)[None], jnp.zeros((1, 4)), 0.95, largest=2.0)
     np.testing.assert_allclose(small[0], np.eye(4) / 0.95, rtol=1e-6)
 
 

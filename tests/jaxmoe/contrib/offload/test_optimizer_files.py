@@ -85,7 +85,7 @@ class Training:
         if directory is not None:
             self.files = open_files(str(directory), step, self.state())
             step = dataclasses.replace(step, update=UpdateFromFiles(files=self.files))
-        self.step = step.jitted()
+        self.step = step.jit_step()
 
     def state(self) -> Any:
         key = jax.random.key(0)

@@ -17,7 +17,7 @@ from jaxmoe.models.decode import generate, stream
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing import ZeroComputationConfig
-from jaxmoe.routing.telemetry.recording import recorded, recorded_ids
+from jaxmoe.routing.telemetry.recording import record_router, recorded_ids
 from jaxmoe.routing.telemetry.trace import RoutingTrace
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
 from tests.support.models import FULL
@@ -47,7 +47,7 @@ def steps():
     """Experts of the tokens of each step [L n K], by a forward pass over the whole texts."""
     rows = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, whole().tolist(), strict=True)]
     ids = np.array([(row + [0] * 9)[:9] for row in rows], np.int32)
-    model = dataclasses.replace(MODEL, moe=recorded(MODEL.moe, ids.size))
+    model = dataclasses.replace(MODEL, moe=record_router(MODEL.moe, ids.size))
     output = forward(model, ExecutionConfig(), values_of(MODEL), jnp.asarray(ids))
     found = recorded_ids(output.statistics).reshape(MODEL.num_moe_layers, *ids.shape, -1)
     lengths = [len(prompt) for prompt in PROMPTS]

@@ -14,7 +14,7 @@ from jaxmoe.contrib.survival.parity import (
     cut,
     encode_reference,
     only_lost,
-    padded,
+    pad_words,
 )
 
 PIECE = 20
@@ -22,7 +22,7 @@ PIECE = 20
 
 
 def _words(processes, num_words, seed):
-    rng, size = np.random.default_rng(seed), padded(num_words, processes)
+    rng, size = np.random.default_rng(seed), pad_words(num_words, processes)
     drawn = rng.integers(0, 2**32, (processes, size), np.uint32)
     drawn[:, num_words:] = 0
     return dict(enumerate(drawn))

@@ -33,7 +33,7 @@ from jaxmoe.contrib.survival.recovery import (
     with_raised_rate,
 )
 from jaxmoe.contrib.survival.snapshot_store import SnapshotStore
-from jaxmoe.contrib.survival.surviving import Survivors, inside, opened, overlap, survey
+from jaxmoe.contrib.survival.surviving import Survivors, inside, open_surviving, overlap, survey
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.run.assemble import assemble
@@ -183,7 +183,7 @@ def test_rows_are_new_where_their_copy_is_lost_too(shelf, saved, caplog):
                 values[inside(both, box)] = instead[inside(both, box)]
             return values
 
-    with opened(survey(shelf / "7")) as rest:
+    with open_surviving(survey(shelf / "7")) as rest:
         restored = recovery._restore(Fewer(rest), new, TABLE, "here").state
     wanted = np.asarray(saved[1].params["embedding"]["weight"]).copy()
     wanted[4:6] = np.asarray(new.params["embedding"]["weight"])[4:6]
@@ -267,7 +267,7 @@ def test_changed_bits_count_as_lost(shelf, saved):
         box[0] == (2, 3) for path in found.lost if "blocks" in path for box in found.lost[path]
     )
     assert found.num_lost("params/embedding/weight") == 4 * 8
-    with opened(found) as survivors:
+    with open_surviving(found) as survivors:
         read = survivors.read(
             "params/embedding/weight", ((2, 12), (1, 8)), np.full((10, 7), 5.0, np.float32)
         )

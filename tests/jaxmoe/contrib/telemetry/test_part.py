@@ -82,7 +82,7 @@ def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
         dataclasses.replace(m, load=load, measures={"indicators": layers, "quality": quality})
         for m in given.metrics
     )
-    reporter.trained(dataclasses.replace(given, metrics=detailed))
+    reporter.log_steps(dataclasses.replace(given, metrics=detailed))
     reporter.close()
     steps, series = read_history(directory.path / INDICATORS)
     assert steps.tolist() == list(range(1, 21)) and series["router_z"].shape == (20, 3)
@@ -102,6 +102,6 @@ def test_brief_runs_have_no_such_file(assembly, tmp_path):
     (part,) = _telemetry(assembly, directory)
     _begin(part, assembly, 2)
     reporter = Reporter("r", directory, assembly, 2, (part,))
-    reporter.trained(report(3, 4, 1.0))
+    reporter.log_steps(report(3, 4, 1.0))
     reporter.close()
     assert not (directory.path / CONGESTION).exists() and "stability" not in part.rows()

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.huggingface.tokenizer import tokenizer_files
-from jaxmoe.data.chat import ChatConfig, ConversationError, Message, masked, render, stop_sequences
+from jaxmoe.data.chat import (
+    ChatConfig,
+    ConversationError,
+    Message,
+    mask_conversation,
+    render,
+    stop_sequences,
+)
 from jaxmoe.data.chat.built_in import ChatML, Plain
 from jaxmoe.data.chat.tokenizer_template import TokenizerTemplate, read_template
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig
@@ -122,10 +129,10 @@ TABLE = [
 
 @pytest.mark.parametrize(("template", "train_on", "turns", "expected"), TABLE)
 def test_masked_text_is_the_answers(template, train_on, turns, expected, subword):
-    found = masked(_messages(*turns), TEMPLATES[template], BYTES, train_on)
+    found = mask_conversation(_messages(*turns), TEMPLATES[template], BYTES, train_on)
     assert _marked(found, BYTES) == expected
     # With marks that are tokens, and another separator, the text is the same.
-    found = masked(_messages(*turns), TEMPLATES[template], subword, train_on)
+    found = mask_conversation(_messages(*turns), TEMPLATES[template], subword, train_on)
     marks = ("<|im_start|>", "<|im_end|>")
     plain = _marked(found, subword).replace("<|end|>", "|")
     assert plain == expected and found.tokens[0] == subword.separator
@@ -165,7 +172,7 @@ def test_every_prefix_is_the_beginning_of_the_whole(place, subword, turns, name,
         is_answer = message.role == "assistant"
         part = render(messages[:count], template, tokenizer, add_generation_prompt=is_answer)
         np.testing.assert_array_equal(part, whole[: len(part)])
-    found = masked(messages, template, tokenizer, "assistant")
+    found = mask_conversation(messages, template, tokenizer, "assistant")
     answers = "".join(message.content for message in messages if message.role == "assistant")
     trained = tokenizer.decode(found.tokens[found.weights > 0]).decode()
     assert trained.replace("<|im_end|>", "") == answers
@@ -179,7 +186,7 @@ def _read(tmp_path, template, **fields):
 def test_template_without_prefixes_is_refused_with_the_first_differing_token(tmp_path):
     template, tokenizer = _read(tmp_path, THINKING)
     messages = _messages("system: a", *TWO_TURNS)
-    found = masked(messages, template, tokenizer, "last")
+    found = mask_conversation(messages, template, tokenizer, "last")
     assert _marked(found, tokenizer).endswith("assistant\n[[<think></think>See you<|im_end|>]]")
     with pytest.raises(
         ConversationError,
@@ -187,7 +194,7 @@ def test_template_without_prefixes_is_refused_with_the_first_differing_token(tmp
         r"first difference is at token 29: '<' \(id 60\) alone, 'H' \(id 72\) in the whole "
         r"conversation. Choose data.template chatml, or data.train_on last or all",
     ):
-        masked(messages, template, tokenizer, "assistant")
+        mask_conversation(messages, template, tokenizer, "assistant")
 
 
 @pytest.mark.slow

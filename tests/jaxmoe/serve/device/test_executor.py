@@ -15,7 +15,7 @@ from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.routing import CapacityConfig, UniformRandomConfig
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.executor import ModelExecutor
-from jaxmoe.serve.device.layers import apart, stacked
+from jaxmoe.serve.device.layers import apart, stack_layers
 from jaxmoe.serve.device.pages import page_bytes, why_not_served
 from jaxmoe.serve.device.transfers import make_transfers
 from sharding import MeshConfig, make_mesh
@@ -51,7 +51,7 @@ def test_weights_of_layers_apart_are_the_stacked_ones():
     own = jax.tree.leaves(host[MODEL.scans[0].name])[0]
     assert np.shares_memory(own, jax.tree.leaves(views[MODEL.scans[0].name][0])[0])
     assert [len(held[scan.name]) for scan in MODEL.scans] == [scan.length for scan in MODEL.scans]
-    again = stacked(held)
+    again = stack_layers(held)
     assert jax.tree.structure(again) == jax.tree.structure(params())
     jax.tree.map(np.testing.assert_array_equal, again, params())
     with pytest.raises(ValueError, match="layers_apart=-1 must be 0"):

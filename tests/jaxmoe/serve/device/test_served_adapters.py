@@ -13,7 +13,7 @@ from jaxmoe.adapters import (
     LoraConfig,
     TargetsConfig,
     check_together,
-    folded,
+    fold_adapters,
     together,
     with_base,
 )
@@ -63,7 +63,7 @@ def test_tokens_of_a_mixed_batch_are_those_of_each_adapter_alone_and_folded(engi
     assert mixed == alone
     found = dict(zip(asked, mixed, strict=True))
     for name in NAMES:
-        values = folded(own(name)[1]) if name else params()
+        values = fold_adapters(own(name)[1]) if name else params()
         given = {"num_tokens": GREEDY.max_tokens, "key": jax.random.key(0), "temperature": 0.0}
         wanted = generate(MODEL, values, [list(prompt) for prompt in PROMPTS], **given)
         np.testing.assert_array_equal([found[name, prompt] for prompt in PROMPTS], wanted)

@@ -203,14 +203,14 @@ def _estimator(config: Any, directory: pathlib.Path) -> dict[str, str]:
 
 def _adapter(config: Any, directory: pathlib.Path) -> dict[str, str]:
     """Two steps of the adapter, and the model with the adapter folded into its weights."""
-    from jaxmoe.adapters import folded
+    from jaxmoe.adapters import fold_adapters
     from jaxmoe.optim import adamw
 
     adapter = steps.fitting(config, ADAPTER_SIZES)
     model = dataclasses.replace(steps.tiny_model(), adapter=adapter)
     parts, state = steps.train_twice(model, optimizer=adamw(1e-2))
     try:
-        weights = digest_of_tree(folded(state.params, adapter, model.layer_numbers))
+        weights = digest_of_tree(fold_adapters(state.params, adapter, model.layer_numbers))
     except ValueError:  # what is added depends on the token
         weights = "refused"
     return parts | steps.parameter_rows(model) | {"folded weights": weights}

@@ -81,19 +81,21 @@ def test_host_memory_that_is_not_needed_costs_nothing():
         dataclasses.replace(COST, chip=dataclasses.replace(CHIPS["v5e"], host_bandwidth=b))
         for b in (1e9, 32e9)
     )
-    assert slow.spilled == 0 and slow.seconds([WorkPart(9, 9)]) == COST.seconds([WorkPart(9, 9)])
+    assert slow.spill_share == 0 and slow.seconds([WorkPart(9, 9)]) == COST.seconds(
+        [WorkPart(9, 9)]
+    )
     small = dataclasses.replace(CHIPS["v5e"], memory=2**30, reserved=0)
     slow, fast = (
         dataclasses.replace(COST, chip=dataclasses.replace(small, host_bandwidth=b))
         for b in (1e9, 32e9)
     )
-    assert 0 < slow.spilled < 1
+    assert 0 < slow.spill_share < 1
     assert (
         slow.seconds([WorkPart(9, 9)])
         > fast.seconds([WorkPart(9, 9)])
         > COST.seconds([WorkPart(9, 9)])
     )
-    held = (1 - slow.spilled) * slow.weight_bytes
+    held = (1 - slow.spill_share) * slow.weight_bytes
     pages = slow.num_pages(16, share=1.0) * 16 * SIZES.kv_bytes
     assert held == pytest.approx(0.9 * 2**30)  # the rest is for pages
     assert held + pages <= 2**30 < held + pages + 16 * SIZES.kv_bytes

@@ -11,7 +11,7 @@ import pytest
 from jaxmoe.contrib.slow_links.sites.errors import LeftOutError, QuorumError, StoppedError
 from jaxmoe.contrib.slow_links.sites.frames import Kind, encode_numbers
 from jaxmoe.contrib.slow_links.sites.rounds import Rounds
-from jaxmoe.contrib.slow_links.sites.rules import confirmed, majority
+from jaxmoe.contrib.slow_links.sites.rules import confirmed_members, majority
 from jaxmoe.contrib.slow_links.sites.transport import Closing
 from tests.support.sites import Board, BoardTransport, SteppedClock, in_threads, rules
 
@@ -143,11 +143,11 @@ def test_no_site_confirms_what_it_does_not_hold():
     ],
 )
 def test_members_of_a_round_by_receipts(held, members):
-    assert confirmed({m: encode_numbers(numbers) for m, numbers in held.items()}) == members
+    assert confirmed_members({m: encode_numbers(numbers) for m, numbers in held.items()}) == members
 
 
 def test_a_damaged_receipt_is_none():
-    assert confirmed({0: encode_numbers((0, 1)), 1: b"\0\0\0\x09"}) == (0,)
+    assert confirmed_members({0: encode_numbers((0, 1)), 1: b"\0\0\0\x09"}) == (0,)
 
 
 @pytest.mark.parametrize(

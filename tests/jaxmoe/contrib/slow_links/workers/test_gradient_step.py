@@ -167,14 +167,14 @@ def exchanged(config, execution):
         state = first_state(training, step)
 
         def like(grads):
-            stacked = training.workers.stack(training.trained(state.params))
+            stacked = training.workers.stack(training.trained_by_path(state.params))
             return {path: place_like(x, stacked[path]) for path, x in grads.items()}
 
         def both(state, *rounds):
             found, talk = [], local_of(state)
             agreed = None
             if training.method.agreed is not None:
-                mean = training.trained(state.params)
+                mean = training.trained_by_path(state.params)
                 agreed = Agreed(
                     momentum=jax.tree.map(lambda x: 0.1 * x, mean),
                     mask={path: jnp.abs(x) > 1e-3 for path, x in mean.items()},
@@ -195,7 +195,7 @@ def exchanged(config, execution):
                         tokens=training.workers.stack(jnp.ones(shape[1:])),
                         is_finite=training.workers.stack(jnp.ones((), bool)),
                     ),
-                    training.trained(state.params),
+                    training.trained_by_path(state.params),
                     training.workers,
                     number=jnp.int32(number),
                     key=state.rng,

@@ -260,7 +260,7 @@ def test_router_state_of_a_round_is_that_of_the_summed_statistics(every):
     rows = dataclasses.replace(rows, loss_weights=np.ones_like(rows.loss_weights))
     trained = Trained(config=config, model=model, inner=inner, rows=rows, clip=None, last=STEPS)
     state, _ = trained.steps(trained.state, rows=rows)
-    alone = Step(model=model, optimizer=inner, clip=None).jitted()
+    alone = Step(model=model, optimizer=inner, clip=None).jit_step()
     wanted = state_around(model, inner, ExecutionConfig(), one_step.params_of(model), KEY)
     wanted = jax.tree.map(jnp.array, wanted)
     for _ in range(STEPS):
