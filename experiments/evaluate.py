@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import announce
 from experiments.cli.process import start_process
-from jaxmoe.contrib.telemetry.details import format_router_details, router_details
 from jaxmoe.data import SourceKind
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.run import Run
+from jaxmoe.run.measures import details_of
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import (
     WHOLE_CACHE,
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         result = run.evaluate(step=config.run.step)
         if config.routing == "detailed":
             with run.restore(config.run.step) as loaded:
-                details = router_details(loaded.assembly, loaded.state)
+                details = details_of(loaded.assembly.plan.model).rows(loaded.assembly, loaded.state)
         if reading.selects:
             decoded = run.measure_reading(reading, step=config.run.step)
     per_byte = ""
@@ -132,6 +132,18 @@ def main(argv: Sequence[str]) -> int:
     if details is not None:
         print(format_router_details(details))
     return int(ExitCode.DONE)
+
+
+def format_router_details(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of `Details` as a table."""
+    if not rows:
+        return "no MoE layer: there is no router to look at"
+    names = list(rows[0])
+    lines = ["".join(f"{name:>11}" for name in names)]
+    for row in rows:
+        cells = (row[name] for name in names)
+        lines.append("".join(f"{c:>11}" if isinstance(c, int) else f"{c:>11.4g}" for c in cells))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import re
@@ -58,10 +57,10 @@ from experiments.cli.output import announce, write
 from experiments.cli.process import end_at_once, start_process
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
-from jaxmoe.contrib.fleet.serving import FleetSizesConfig, open_fleet
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
 from jaxmoe.run.provenance.saved import Ends
+from jaxmoe.run.serving import ServedCheckpoint, ServerConfig, default_server
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
@@ -93,7 +92,7 @@ class ServeConfig:
     eos: Ends = "auto"
     """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging
     Face models, and for those imported without data of their own."""
-    engine: FleetSizesConfig = FleetSizesConfig()
+    engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
     max_body: int = 2**20
     """Bytes of a request at most."""
@@ -181,9 +180,8 @@ def _open(config: ServeConfig) -> Served:
     path = model_directory(config.run.directory, "run.directory")
     if jax.process_count() > 1:
         raise ValueError("serve runs in one process: start it on one host")
-    return open_fleet(
-        path,
-        config.engine,
+    checkpoint = ServedCheckpoint(
+        path=path,
         step=config.run.step,
         mesh=config.run.mesh,
         initial=config.run.initial,
@@ -192,24 +190,18 @@ def _open(config: ServeConfig) -> Served:
         eos=config.eos,
         adapters=config.adapter_directories(),
     )
+    return config.engine.open(checkpoint)
 
 
 def _header(config: ServeConfig, served: Served) -> str:
-    engine = config.engine
     talks = "chat and completions" if served.chat else "completions (no chat template)"
-    fleet = ""
-    if engine.instances > 1 or math.isfinite(engine.scaling.seconds):
-        fleet = (
-            f"fleet    {engine.instances} instances, dispatch {engine.dispatch.name}, scaling"
-            f" {engine.scaling.name}\n"
-        )
     return (
         f"jaxmoe serve  {served.name}  {config.run.directory} on {jax.device_count()} x"
         f" {jax.default_backend()}\n"
         f"{served.engine.config.describe(served.engine.facts)}\n"
         f"memory   {served.pool_bytes / 1e6:.4g} MB of pages in all; compiled in"
         f" {served.compile_seconds:.0f} s\n"
-        f"{fleet}"
+        f"{config.engine.describe()}"
         f"routes   {talks}"
     )
 

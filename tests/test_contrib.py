@@ -13,18 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.source_tree import PACKAGES, ROOT, check
+from tests.support.source_tree import PACKAGES, ROOT, check, imported_names
 
 CONTRIB = "jaxmoe.contrib"
-
-
-def imported_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The line and the full name of each import of a file."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def _may_import(root: pathlib.Path, path: pathlib.Path, name: str) -> bool:

@@ -13,7 +13,8 @@ import sys
 
 import pytest
 
-from tests.support.source_tree import PACKAGES, ROOT, module_name, modules
+from tests.support.source_tree import PACKAGES, ROOT, imported_names, module_name, modules, tree
+from tests.support.verticals import vertical_of_source
 
 VERTICALS = sorted(path.parent.name for path in (ROOT / "jaxmoe" / "contrib").glob("*/README.md"))
 CORE = sorted(
@@ -29,6 +30,30 @@ from experiments import pretrain
 sys.exit(pretrain.main(sys.argv[2:]))
 """
 RUN = ("markov", "--training.steps", "2", "--evaluation.batches", "1", "--tracking.console", "none")
+
+
+def _needed_verticals() -> dict[str, set[str]]:
+    """The verticals that the code and the commands of each vertical import."""
+    needed: dict[str, set[str]] = {name: set() for name in VERTICALS}
+    for path in modules("jaxmoe", "experiments"):
+        owner = vertical_of_source(str(path.relative_to(ROOT)))
+        if owner is not None:
+            names = (name.split(".") for _, name in imported_names(tree(path)))
+            needed[owner] |= {name[2] for name in names if name[:2] == ["jaxmoe", "contrib"]}
+    return needed
+
+
+def _commands_without(vertical: str) -> list[str]:
+    """The modules of commands but those of a vertical and of verticals that need it."""
+    needed = _needed_verticals()
+    gone = {vertical}
+    while more := {name for name in needed if needed[name] & gone} - gone:
+        gone |= more
+    return [
+        module_name(path)
+        for path in modules("experiments")
+        if vertical_of_source(str(path.relative_to(ROOT))) not in gone
+    ]
 
 
 class _Rows(ast.NodeTransformer):
@@ -84,10 +109,11 @@ def _copy_without(vertical: str, target: pathlib.Path) -> None:
         path.write_text(ast.unparse(_Rows(vertical, tree).visit(tree)), encoding="utf-8")
 
 
-def _run(target: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    """Import the core of a copy, and train two steps."""
+def _run(target: pathlib.Path, commands: list[str]) -> subprocess.CompletedProcess[str]:
+    """Import the core of a copy and some commands, and train two steps."""
+    names = " ".join(CORE + commands)
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, " ".join(CORE), *RUN, "--run.directory", target / "run"],
+        [sys.executable, "-c", PROGRAM, names, *RUN, "--run.directory", target / "run"],
         cwd=target,
         env=os.environ | {"PYTHONPATH": str(target)},
         capture_output=True,
@@ -105,10 +131,19 @@ def test_rows_of_one_vertical_are_removed_and_those_of_others_stay():
     assert rest.count("jaxmoe.contrib.elastic.") == text.count("jaxmoe.contrib.elastic.") > 0
 
 
+def test_the_commands_of_a_vertical_are_few_beside_those_of_the_core():
+    commands = set(_commands_without("fleet"))
+    assert {"experiments.serve", "experiments.generate", "experiments.launch"} <= commands
+    assert "experiments.serving.simulate" not in commands  # the simulator runs a fleet
+    assert "experiments.replay" in commands
+    assert "experiments.replay" not in _commands_without("survival")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vertical", VERTICALS)
 def test_the_core_trains_without_a_vertical(vertical, tmp_path):
+    """All commands but its own are there too."""
     _copy_without(vertical, tmp_path)
-    answer = _run(tmp_path)
+    answer = _run(tmp_path, _commands_without(vertical))
     assert answer.returncode == 0, answer.stderr[-2000:]
     assert (tmp_path / "run" / "summary.json").exists()

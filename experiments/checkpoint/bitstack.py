@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.checkpoint.block_order import split_into_blocks
+from experiments.checkpoint.convert import BitStackConfig
 from experiments.checkpoint.converted import write_converted
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
@@ -45,24 +46,6 @@ from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.training.state import TrainState
 
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BitStackConfig:
-    """Blocks of a matrix (BitStack, arXiv 2410.23918)."""
-
-    blocks: int = 16
-    """Largest number of blocks of a matrix."""
-    rank: int = 16
-    """Inner width of the two float16 factors of a block; a smaller one makes smaller blocks."""
-    batches: int = 4
-    """Held-out batches on which activations and the loss with each block are measured, those after
-    the batches of evaluation."""
-
-    def __post_init__(self):
-        for field in ("blocks", "rank", "batches"):
-            if (value := getattr(self, field)) < 1:
-                raise ValueError(f"bitstack.{field}={value} must be at least 1")
 
 
 def parse_bytes(text: str) -> int:

@@ -28,11 +28,11 @@ from jaxmoe.contrib.few_bits.bitstack import (
     sort_blocks,
     stacked_shape,
 )
-from jaxmoe.contrib.few_bits.calibrate import calibration_batches, measure_activations
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.calibrate import calibration_batches, measure_activations
 from jaxmoe.training.evaluate import evaluate, make_eval_step
 from jaxmoe.training.state import TrainState
 

@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.checkpoint.bitstack import BitStackConfig, stack_run
 from experiments.checkpoint.converted import fold_run, write_converted
 from experiments.checkpoint.huggingface import (
     ExportConfig,
@@ -46,12 +45,12 @@ from experiments.checkpoint.huggingface import (
 from experiments.checkpoint.peft import export_adapter, import_adapter
 from experiments.cli import flags as cli
 from experiments.cli.output import say
+from experiments.cli.parts import part_at
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.checkpoint.huggingface.peft import is_peft
-from jaxmoe.contrib.few_bits.calibrate import measure_activations
 from jaxmoe.models.quantize import (
     dequantize_parameter,
     largest_error,
@@ -62,6 +61,7 @@ from jaxmoe.models.quantize import (
 )
 from jaxmoe.precision import MIXED, STACKED, MixedConfig
 from jaxmoe.run.assemble import Assembly
+from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.saved import saved_config
@@ -69,7 +69,27 @@ from jaxmoe.training.state import TrainState
 from pallas_kernels import MixedArray, QuantizedArray
 
 Format = Literal["w4a8", "w8a8", "w4ax", "w4a4", "w4a16", "w8a16", "fp8", "bitstack"]
+_STACK_RUN = "experiments.checkpoint.bitstack:stack_run"
+"""Conversion of `--quantise bitstack`."""
 _MODES = ("quantise", "to_huggingface", "from_huggingface", "fold")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BitStackConfig:
+    """Blocks of a matrix (BitStack, arXiv 2410.23918)."""
+
+    blocks: int = 16
+    """Largest number of blocks of a matrix."""
+    rank: int = 16
+    """Inner width of the two float16 factors of a block; a smaller one makes smaller blocks."""
+    batches: int = 4
+    """Held-out batches on which activations and the loss with each block are measured, those after
+    the batches of evaluation."""
+
+    def __post_init__(self):
+        for field in ("blocks", "rank", "batches"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"bitstack.{field}={value} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +212,7 @@ def convert(config: ConvertConfig) -> str:
     assert form is not None  # the remaining mode
     _check_source(source, form)
     if form == STACKED:
-        return stack_run(run, config.budget, config.bitstack, target)
+        return part_at(_STACK_RUN)(run, config.budget, config.bitstack, target)
     return _to_few_bits(config, form, target)
 
 

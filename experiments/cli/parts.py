@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.flags import fail
@@ -14,6 +16,16 @@ from jaxmoe.configs import closest
 
 Part = Callable[[Sequence[str]], int]
 """Function of the words after the name of the part; returns the exit code."""
+
+
+def part_at(address: str) -> Callable[..., Any]:
+    """Return a function of a file that is of a vertical, which is imported when it is named.
+
+    Args:
+        address: `package.module:function`.
+    """
+    module, _, function = address.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def run_part(parts: Mapping[str, Part], argv: Sequence[str], text: str | None) -> int:

@@ -22,12 +22,15 @@ from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
+from experiments.cli.parts import part_at
 from experiments.cli.process import start_process
-from experiments.doctor import links
 from experiments.doctor.devices import examine_devices
 from experiments.doctor.software import Finding, examine_software, in_words
 from experiments.doctor.timeout import answer_within
 from jaxmoe.run.directory import RunDirectory
+
+_LINKS = "experiments.doctor.links:main"
+"""Command of `--links`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +58,7 @@ class DoctorConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     if "--links" in argv:
-        return links.main([word for word in argv if word != "--links"])
+        return part_at(_LINKS)([word for word in argv if word != "--links"])
     prog = "python -m experiments.doctor"
     config = flags.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory)

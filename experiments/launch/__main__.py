@@ -34,9 +34,13 @@ from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from experiments.launch import sites, supervise
+from experiments.cli.parts import part_at
+from experiments.launch import supervise
 from experiments.launch.config import LaunchConfig
 from jaxmoe.run.directory import RunDirectory
+
+_SITES = "experiments.launch.sites:main"
+"""Command of `--islands`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if "--supervise" in argv:
         return supervise.main([word for word in argv if word != "--supervise"])
     if any(word.partition("=")[0] == "--islands" for word in argv):
-        return sites.main(argv)
+        return part_at(_SITES)(argv)
     prog = "python -m experiments.launch"
     with flags.exit_on_bad_configuration():
         config = flags.parse_flags(LaunchConfig(), argv, prog, __doc__ or "")

@@ -18,7 +18,7 @@ from experiments.launch.jobset import JobSetConfig
 from experiments.launch.slurm import SlurmConfig
 from experiments.launch.tpu_vm import TpuVmConfig
 from jaxmoe.configs import registry_of
-from jaxmoe.contrib.survival.shared_memory import PARENT
+from jaxmoe.resilience.shared_memory import PARENT
 from sharding.distributed import host_and_port
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")

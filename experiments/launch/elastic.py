@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from experiments.cli.exit_codes import ExitCode
-from jaxmoe.contrib.survival.shared_memory import ELASTIC
+from jaxmoe.resilience.shared_memory import ELASTIC
 
 
 class Places:

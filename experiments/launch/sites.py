@@ -48,7 +48,7 @@ from jaxmoe.contrib.slow_links.sites.directory import DirectoryClosings
 from jaxmoe.contrib.slow_links.sites.errors import TransportError
 from jaxmoe.contrib.slow_links.sites.lease import CoordinatorLease
 from jaxmoe.contrib.slow_links.sites.transport import MessageSizes
-from jaxmoe.contrib.survival.shared_memory import PARENT
+from jaxmoe.resilience.shared_memory import PARENT
 from jaxmoe.run.directory import RunDirectory
 
 _PLACE = "{island}"

@@ -59,7 +59,7 @@ from experiments.cli.output import write
 from experiments.cli.process import configure_logging
 from experiments.launch.config import SuperviseConfig
 from experiments.launch.signals import Signals
-from jaxmoe.contrib.survival.shared_memory import SNAPSHOTS, memory_directories
+from jaxmoe.resilience.shared_memory import SNAPSHOTS, memory_directories
 from jaxmoe.run.directory import RunDirectory
 
 FINAL = frozenset(

@@ -59,6 +59,10 @@ _SKIPPING: Final = {
     ),
 }
 _DETAILS: Final = {
+    "routers": (
+        "jaxmoe.contrib.telemetry.details:RouterDetails",
+        "One row of statistics per MoE layer on the held-out batches; none for a dense model.",
+    ),
     "two_sizes": (
         "jaxmoe.contrib.depth.size_oracle:SizeDetails",
         "The losses of all choices of sizes on the first held-out batch, a row for each budget.",

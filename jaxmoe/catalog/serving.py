@@ -24,6 +24,13 @@ _BACKEND: Final = {
         "Rows of a masked-diffusion model, filled in together.",
     ),
 }
+_SERVER: Final = {
+    "fleet": (
+        "jaxmoe.contrib.fleet.serving:FleetSizesConfig",
+        "One or several instances of the model, whose meshes may change.",
+    ),
+    "one": ("jaxmoe.run.serving:OneEngineConfig", "One instance of the model."),
+}
 _BATCHING: Final = {
     "split_fuse": (
         "jaxmoe.serve.policies.batching.split_fuse:SplitFuseConfig",
@@ -166,6 +173,7 @@ _ITEM_CACHE: Final = {
 BASES: Final = {
     "writer": "jaxmoe.generation.text:WriterConfig",
     "backend": "jaxmoe.serve.backend:BackendConfig",
+    "server": "jaxmoe.run.serving:ServerConfig",
     "batching": "jaxmoe.serve.policies.batching.base:BatchingConfig",
     "simulated_batching": ("jaxmoe.contrib.serving_lab.batching.base:SimulatedBatchingConfig"),
     "dispatch": "jaxmoe.contrib.fleet.dispatch.base:DispatchConfig",
@@ -178,6 +186,7 @@ BASES: Final = {
 MEMBERS: Final = {
     "writer": _WRITER,
     "backend": _BACKEND,
+    "server": _SERVER,
     "batching": _BATCHING,
     "simulated_batching": _SIMULATED_BATCHING,
     "dispatch": _DISPATCH,

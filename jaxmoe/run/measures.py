@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from jaxmoe.catalog import choice, names
 from jaxmoe.data import Batch
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
 from jaxmoe.models.cache import bytes_read, num_slots
@@ -89,13 +90,13 @@ def router_statistics(
 
 
 class Details(abc.ABC):
-    """Base class of the rows about a feed-forward, by whose name they are found."""
+    """Base class of the rows about routers, or about the feed-forward of the same name."""
 
     __slots__ = ()
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
-    """Name of the feed-forward."""
+    """Name of the feed-forward, or `routers`."""
 
     @abc.abstractmethod
     def rows(self, assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
@@ -105,6 +106,19 @@ class Details(abc.ABC):
             assembly: Plan, devices and data of the run; its mesh is current.
             state: State with parameters.
         """
+
+
+def details_of(model: ModelConfig) -> Details:
+    """Return what is measured of the routers of a model, for `evaluate --routing detailed`.
+
+    Args:
+        model: A model with a feed-forward that has rows of its own has these instead.
+
+    Raises:
+        ValueError: The catalogue has none.
+    """
+    own = (layer.name for layer in model.context.feed_forwards if layer.name in names("details"))
+    return choice("details", next(own, "routers"))()
 
 
 MOST_TOKENS = 65_536

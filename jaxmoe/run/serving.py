@@ -7,14 +7,16 @@ Sizes and policies of an engine are what the flags `--engine.*` of `serve` name.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
 from jaxmoe.adapters import ADAPTERS
+from jaxmoe.catalog import choice, names
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -32,11 +34,33 @@ from jaxmoe.serve.sizes import EngineSizesConfig
 from sharding.mesh import MeshConfig
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServedCheckpoint:
+    """A checkpoint to serve, and how it answers."""
+
+    path: str
+    """Run directory; or directory, or name on the hub, of a Hugging Face model."""
+    step: int | None = None
+    """Step of the checkpoint; the newest when None."""
+    mesh: MeshConfig | None = None
+    """Mesh of an instance with the axes tensor and expert; one device when None."""
+    initial: str | None = None
+    """Model that the adapter of the run was trained on, where it has moved."""
+    name: str | None = None
+    """Name of the model; that of the run when None."""
+    template: TemplateName | None = None
+    """How turns are written; when None that of the training data, or of the tokenizer."""
+    eos: Ends = "auto"
+    """Whether the end-of-text token ends a text."""
+    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Directories of LoRA runs of this model, by the names of the adapters."""
+
+
 class ModelToServe(NamedTuple):
     """Model of a checkpoint, on its way into executors."""
 
-    path: str
-    """Where it was read."""
+    checkpoint: ServedCheckpoint
+    """Where it was read, and how it answers."""
     assembly: Assembly
     """The run, with its tokens."""
     params: Any
@@ -45,10 +69,6 @@ class ModelToServe(NamedTuple):
     """State of the routers."""
     length: int
     """Tokens of a sequence that the model was trained for."""
-    step: int | None
-    """Step of the checkpoint that was asked for."""
-    mesh: MeshConfig | None
-    """Mesh that was asked for."""
 
     @property
     def model(self) -> ModelConfig:
@@ -58,7 +78,7 @@ class ModelToServe(NamedTuple):
     @property
     def is_alone(self) -> bool:
         """Whether one device is to serve it."""
-        return self.mesh is None or self.assembly.mesh.size == 1
+        return self.checkpoint.mesh is None or self.assembly.mesh.size == 1
 
 
 class Opened(NamedTuple):
@@ -67,33 +87,89 @@ class Opened(NamedTuple):
     executor: Any
     config: InstancesConfig
     """Queue, and what the instance computes."""
-    chats: dict[str, ChatFormat | None]
+    chats: Mapping[str, ChatFormat | None]
     """How each adapter reads conversations."""
 
 
-def load_model(
-    path: str,
-    *,
-    step: int | None = None,
-    mesh: MeshConfig | None = None,
-    initial: str | None = None,
-) -> ModelToServe:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig(EngineSizesConfig, abc.ABC):
+    """Socket `server`: sizes of an engine, and how it is started; see the members."""
+
+    name: ClassVar[str]
+    """Name in the catalogue."""
+
+    @abc.abstractmethod
+    def open(self, checkpoint: ServedCheckpoint) -> Served:
+        """Read a checkpoint, compile the steps and start an engine; the caller closes it.
+
+        Args:
+            checkpoint: Model, and how it answers.
+
+        Raises:
+            ValueError: There is no such run, it cannot be served, or an adapter is of another
+                model.
+        """
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return lines for the user about the instances; empty where there is nothing to say."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OneEngineConfig(ServerConfig):
+    """One instance of the model."""
+
+    name: ClassVar[str] = "one"
+
+    def open(self, checkpoint: ServedCheckpoint) -> Served:
+        """Start an engine of one instance."""
+        return open_served(checkpoint, self)
+
+    def describe(self) -> str:
+        """Return nothing."""
+        return ""
+
+
+def default_server() -> ServerConfig:
+    """Return the server of a command that names none: the first of the catalogue."""
+    return choice("server", names("server")[0])()
+
+
+def open_served(checkpoint: ServedCheckpoint, sizes: EngineSizesConfig) -> Served:
+    """Read a checkpoint, compile the steps and start an engine; the caller closes it.
+
+    Args:
+        checkpoint: Model, and how it answers.
+        sizes: Sizes of the engine.
+
+    Raises:
+        ValueError: There is no such run, it cannot be served, or an adapter is of another model.
+    """
+    loaded = load_model(checkpoint)
+    opened = open_executor(loaded, sizes)
+    engine = Engine(opened.executor, opened.config, codec=loaded.assembly.source)
+    return served_by(engine, loaded, sizes, [opened.executor], opened.chats)
+
+
+def load_model(checkpoint: ServedCheckpoint) -> ModelToServe:
     """Read a checkpoint that is to be served.
 
     Args:
-        path: Run directory; or directory, or name on the hub, of a Hugging Face model.
-        step: Step of the checkpoint; the newest when None.
-        mesh: Mesh with the axes tensor and expert; one device when None.
-        initial: Model that the adapter of the run was trained on, where it has moved.
+        checkpoint: Which, and on which mesh.
 
     Raises:
         ValueError: There is no such run.
     """
+    path = checkpoint.path
     assembly, state, _ = load_run(
-        path, step, MeshConfig(data=-1) if mesh is None else mesh, needs_data=False, initial=initial
+        path,
+        checkpoint.step,
+        MeshConfig(data=-1) if checkpoint.mesh is None else checkpoint.mesh,
+        needs_data=False,
+        initial=checkpoint.initial,
     )
     length = length_of(RunDirectory(path), assembly.plan.config)
-    loaded = ModelToServe(path, assembly, state.params, state.router_state, length, step, mesh)
+    loaded = ModelToServe(checkpoint, assembly, state.params, state.router_state, length)
     if loaded.is_alone:
         params, router_state = jax.device_get((loaded.params, loaded.router_state))
         loaded = loaded._replace(params=params, router_state=router_state)
@@ -104,8 +180,6 @@ def open_executor(
     loaded: ModelToServe,
     sizes: EngineSizesConfig,
     *,
-    template: TemplateName | None = None,
-    adapters: Mapping[str, str] | None = None,
     kind: type[ModelExecutor] = ModelExecutor,
 ) -> Opened:
     """Compile the steps of an instance.
@@ -113,24 +187,23 @@ def open_executor(
     Args:
         loaded: The model.
         sizes: Sizes of the engine.
-        template: See `open_served`.
-        adapters: Directories of LoRA runs of this model, by the names of the adapters.
         kind: Class of the executor of models that are served on meshes.
 
     Raises:
         ValueError: The model cannot be served, or an adapter is of another model.
     """
     model = loaded.model
-    mesh = loaded.mesh
     assembly = loaded.assembly
+    checkpoint = loaded.checkpoint
     backend = backend_of(model)
     executor_sizes = backend.sizes(sizes, loaded.length)
     config = backend.config(sizes)
     if not backend.is_spread:
-        if not loaded.is_alone or adapters:
+        if not loaded.is_alone or checkpoint.adapters:
             raise ValueError(
-                f"run.directory={loaded.path} is served on one device and without adapters (backend"
-                f" {backend.name}); run.mesh={mesh}, adapters={[*(adapters or ())]}: leave them out"
+                f"run.directory={checkpoint.path} is served on one device and without adapters"
+                f" (backend {backend.name}); run.mesh={checkpoint.mesh},"
+                f" adapters={[*checkpoint.adapters]}: leave them out"
             )
         executor = backend.executor(
             model,
@@ -142,13 +215,13 @@ def open_executor(
         return Opened(executor, config, {})
     params = loaded.params
     chats = dict[str, ChatFormat | None]()
-    if adapters:
+    if checkpoint.adapters:
         if not loaded.is_alone:
             raise ValueError(
-                f"adapters: several of them are served on one device, and run.mesh={mesh}: leave"
-                " it out, or serve one folded run"
+                f"adapters: several of them are served on one device, and"
+                f" run.mesh={checkpoint.mesh}: leave it out, or serve one folded run"
             )
-        model, params, chats = _adapt(loaded, adapters, template)
+        model, params, chats = _adapt(loaded)
     executor = kind(
         model,
         params,
@@ -161,50 +234,12 @@ def open_executor(
     return Opened(executor, config, chats)
 
 
-def open_served(
-    path: str,
-    sizes: EngineSizesConfig,
-    *,
-    step: int | None = None,
-    mesh: MeshConfig | None = None,
-    initial: str | None = None,
-    name: str | None = None,
-    template: TemplateName | None = None,
-    eos: Ends = "auto",
-    adapters: Mapping[str, str] | None = None,
-) -> Served:
-    """Read a checkpoint, compile the steps and start an engine; the caller closes it.
-
-    Args:
-        path: Run directory; or directory, or name on the hub, of a Hugging Face model.
-        sizes: Sizes of the engine.
-        step: Step of the checkpoint; the newest when None.
-        mesh: Mesh with the axes tensor and expert; one device when None.
-        initial: Model that the adapter of the run was trained on, where it has moved.
-        name: Name of the model; that of the run when None.
-        template: How turns are written; when None that of the training data, or of the tokenizer.
-        eos: Whether the end-of-text token ends a text.
-        adapters: Directories of LoRA runs of this model, by the names of the adapters.
-
-    Raises:
-        ValueError: There is no such run, it cannot be served, or an adapter is of another model.
-    """
-    loaded = load_model(path, step=step, mesh=mesh, initial=initial)
-    executor, config, chats = open_executor(loaded, sizes, template=template, adapters=adapters)
-    engine = Engine(executor, config, codec=loaded.assembly.source)
-    served = served_by(engine, loaded, sizes, [executor], name=name, template=template, eos=eos)
-    return dataclasses.replace(served, adapters=chats)
-
-
 def served_by(
     engine: Engine,
     loaded: ModelToServe,
     sizes: EngineSizesConfig,
     executors: Sequence[Any],
-    *,
-    name: str | None,
-    template: TemplateName | None,
-    eos: Ends,
+    chats: Mapping[str, ChatFormat | None],
 ) -> Served:
     """Return the model behind an engine, with its tokens and its template.
 
@@ -213,19 +248,19 @@ def served_by(
         loaded: The model.
         sizes: Sizes of the engine.
         executors: What computes its steps.
-        name: See `open_served`.
-        template: See `open_served`.
-        eos: See `open_served`.
+        chats: How each adapter reads conversations.
     """
     assembly = loaded.assembly
-    directory = RunDirectory(loaded.path)
+    checkpoint = loaded.checkpoint
+    directory = RunDirectory(checkpoint.path)
     config = assembly.plan.config
     return Served(
-        name=name or str(config.run.name or directory.path.resolve().name),
+        name=checkpoint.name or str(config.run.name or directory.path.resolve().name),
         engine=engine,
         codec=assembly.source,
-        chat=_chat(assembly, directory, template),
-        eos_ids=end_ids(directory, config, assembly.source, eos),
+        chat=_chat(assembly, directory, checkpoint.template),
+        eos_ids=end_ids(directory, config, assembly.source, checkpoint.eos),
+        adapters=chats,
         max_logprobs=sizes.num_logprobs,
         has_experts=sizes.has_experts,
         pool_bytes=sum(executor.pool_bytes for executor in executors),
@@ -233,21 +268,18 @@ def served_by(
     )
 
 
-def _adapt(
-    loaded: ModelToServe, adapters: Mapping[str, str], template: TemplateName | None
-) -> tuple[ModelConfig, Any, dict[str, ChatFormat | None]]:
+def _adapt(loaded: ModelToServe) -> tuple[ModelConfig, Any, dict[str, ChatFormat | None]]:
     """Return the model and its parameters with all adapters, and how each reads conversations.
 
     The fingerprint of the model that each adapter was trained on is compared as it is loaded.
 
     Args:
         loaded: The model, as host arrays.
-        adapters: Directories by name.
-        template: See `open_served`.
     """
     model = loaded.model
-    path = loaded.path
-    if model.adapter is not None or loaded.step is not None:
+    checkpoint = loaded.checkpoint
+    path = checkpoint.path
+    if model.adapter is not None or checkpoint.step is not None:
         raise ValueError(
             f"adapters: run.directory={path} must be a model without an adapter at its newest"
             " checkpoint: name the run that the adapters were trained on, and leave run.step out"
@@ -255,13 +287,13 @@ def _adapt(
     joint: Any = ADAPTERS["task_lora"]
     by_name = {}
     chats = dict[str, ChatFormat | None]()
-    for name, directory in adapters.items():
+    for name, directory in checkpoint.adapters.items():
         joint.check_together(name, saved_config(directory).model.adapter)
         assembly, state, _ = load_run(
             directory, None, MeshConfig(data=-1), needs_data=False, initial=path
         )
         by_name[name] = assembly.plan.model.adapter, jax.device_get(state.params)
-        chats[name] = _chat(assembly, RunDirectory(directory), template)
+        chats[name] = _chat(assembly, RunDirectory(directory), checkpoint.template)
     adapter, params = joint.together(loaded.params, by_name)
     return dataclasses.replace(model, adapter=adapter), params, chats
 

@@ -51,7 +51,7 @@ class BackendConfig(abc.ABC):
     """How the models of one kind are served: their executor, its sizes, and the plan of a step."""
 
     name: ClassVar[str]
-    is_spread: ClassVar[bool] = False
+    is_spread: ClassVar[bool]
     """Whether it serves on meshes, on several devices and with adapters."""
 
     @abc.abstractmethod

@@ -28,7 +28,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.saved import length_of
-from jaxmoe.run.serving import open_served
+from jaxmoe.run.serving import ServedCheckpoint, open_served
 from jaxmoe.serve.answers import Generated, whole_experts
 from jaxmoe.serve.requests import Sampling
 from jaxmoe.serve.sizes import EngineSizesConfig
@@ -156,7 +156,7 @@ def test_a_directory_of_hugging_face_is_served_as_its_run_is(run, exported):
     sampling = Sampling(max_tokens=5, temperature=0.0, has_experts=True)
     found = []
     for path in (run, exported):
-        served = open_served(path, sizes, eos="ignore")
+        served = open_served(ServedCheckpoint(path=path, eos="ignore"), sizes)
         assert served.max_logprobs == 0 and served.has_experts and served.pool_bytes > 0
         with served.engine as engine:
             events = list(engine.submit(served.encode("ab", "prompt"), sampling))

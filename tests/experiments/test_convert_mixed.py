@@ -14,11 +14,11 @@ import pytest
 from experiments import evaluate, generate
 from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
-from jaxmoe.contrib.few_bits.calibrate import measure_activations
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import dequantize_parameter, quantize_parameter
 from jaxmoe.precision import MixedConfig, PrecisionPolicy
 from jaxmoe.run import Run
+from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
 from jaxmoe.run.load import load_run
 from jaxmoe.training.evaluate import evaluate as evaluate_loss

@@ -15,7 +15,7 @@ from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
-from jaxmoe.run.serving import open_served
+from jaxmoe.run.serving import ServedCheckpoint, open_served
 from jaxmoe.serve import Sampling
 from jaxmoe.serve.sizes import EngineSizesConfig
 from tests.support.full_disk import end_on_a_full_disk
@@ -82,11 +82,13 @@ def test_adapters_of_a_run_are_served_together_and_alike_alone(finished, tuned, 
     asked = (1, 2, 3), Sampling(max_tokens=6, temperature=0.0)
 
     def tokens(path, adapter="", **given):
-        with open_served(str(path), sizes, **given).engine as engine:
+        with open_served(ServedCheckpoint(path=str(path), **given), sizes).engine as engine:
             stream = engine.submit(*asked, adapter=adapter)
             return [event.token for event in stream if hasattr(event, "token")]
 
-    served = open_served(str(finished), sizes, adapters={"one": str(tuned), "two": str(tuned)})
+    served = open_served(
+        ServedCheckpoint(path=str(finished), adapters={"one": str(tuned), "two": str(tuned)}), sizes
+    )
     assert list(served.models) == [served.name, f"{served.name}:one", f"{served.name}:two"]
     with served.engine as engine:
         streams = [engine.submit(*asked, adapter=name) for name in ("", "one", "two")]
@@ -94,13 +96,13 @@ def test_adapters_of_a_run_are_served_together_and_alike_alone(finished, tuned, 
     assert found[0] == tokens(finished) and found[1] == found[2] == tokens(tuned)
     other = shutil.copytree(tuned, tmp_path / "other")
     with pytest.raises(ValueError, match="without an adapter at its newest"):
-        open_served(str(tuned), sizes, adapters={"one": str(other)})
+        open_served(ServedCheckpoint(path=str(tuned), adapters={"one": str(other)}), sizes)
     with pytest.raises(ValueError, match="a run without an adapter"):
-        open_served(str(finished), sizes, adapters={"one": str(finished)})
+        open_served(ServedCheckpoint(path=str(finished), adapters={"one": str(finished)}), sizes)
     moved = tmp_path / "moved"
     assert pretrain.main([*finished_flags(moved), "--training.seed", "7"]) == ExitCode.DONE
     with pytest.raises(ValueError, match="holds other parameters"):
-        open_served(str(moved), sizes, adapters={"one": str(tuned)})
+        open_served(ServedCheckpoint(path=str(moved), adapters={"one": str(tuned)}), sizes)
 
 
 @pytest.mark.slow

@@ -360,7 +360,7 @@ def test_the_examples_of_the_help_work(index, tmp_path, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(launch.supervise, "main", lambda words: started.append(words) or 0)
     started_sites = []
-    monkeypatch.setattr(launch.sites, "main", lambda words: started_sites.append(words) or 0)
+    monkeypatch.setattr(sites, "main", lambda words: started_sites.append(words) or 0)
     assert launch.main([*words, "--run.directory", str(tmp_path / "files")]) == 0
     if started_sites:
         config = parse_flags(sites.SitesConfig(), started_sites[0], "p", "d")

@@ -18,6 +18,7 @@ from experiments.cli.flags import ExitCode
 from experiments.serving import load
 from jaxmoe.contrib.diffusion.backend import RowsConfig
 from jaxmoe.contrib.diffusion.config import DiffusionSizes
+from jaxmoe.contrib.fleet.serving import FleetSizesConfig
 from jaxmoe.contrib.serving_lab.timing import measure_run
 from jaxmoe.run import Run
 
@@ -129,20 +130,20 @@ def test_a_run_of_masked_diffusion_is_served_as_it_is_continued(tmp_path, capsys
         assert ended.value.code == ExitCode.BAD_CONFIGURATION
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="the simulator plans pages"):
-        measure_run(str(run), serve.FleetSizesConfig(), 1)
+        measure_run(str(run), FleetSizesConfig(), 1)
 
 
 @pytest.mark.vertical("diffusion")
 def test_sizes_of_rows_and_of_pages_refuse_each_other():
-    sizes = serve.FleetSizesConfig(max_sequences=3, max_length=64, logit_budget=7)
+    sizes = FleetSizesConfig(max_sequences=3, max_length=64, logit_budget=7)
     assert RowsConfig().sizes(sizes, 32) == DiffusionSizes(rows=3, lengths=(64,), budget=7)
-    assert RowsConfig().sizes(serve.FleetSizesConfig(), 2048).lengths == (512, 2048)
+    assert RowsConfig().sizes(FleetSizesConfig(), 2048).lengths == (512, 2048)
     with pytest.raises(ValueError, match=r"engine\.logit_budget=7 is of masked-diffusion models"):
         sizes.executor(32)
     with pytest.raises(ValueError, match=r"engine\.page_size=4 is of models that write from left"):
-        RowsConfig().sizes(serve.FleetSizesConfig(page_size=4), 32)
+        RowsConfig().sizes(FleetSizesConfig(page_size=4), 32)
     with pytest.raises(ValueError, match=r"engine\.steps_per_token=0\.0 must be above 0"):
-        serve.FleetSizesConfig(steps_per_token=0.0)
+        FleetSizesConfig(steps_per_token=0.0)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_what_cannot_be_served_is_refused_in_words(words, message, capsys, monke
 
 
 def test_pages_that_hold_no_request_are_refused():
-    sizes = serve.FleetSizesConfig(pages=3, max_length=64)
+    sizes = FleetSizesConfig(pages=3, max_length=64)
     with pytest.raises(ValueError, match=r"engine\.pages=3 x engine\.page_size=16 hold no request"):
         sizes.executor(1024)
-    assert serve.FleetSizesConfig().executor(2048).context_lengths == (512, 2048)
+    assert FleetSizesConfig().executor(2048).context_lengths == (512, 2048)

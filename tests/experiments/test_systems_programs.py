@@ -18,7 +18,7 @@ import pytest
 
 from experiments.plan import __main__ as plan
 from experiments.serving import __main__ as serving
-from jaxmoe.contrib.survival.shared_memory import SNAPSHOTS
+from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from tests.support import shown_commands
 from tests.support.runs import ROOT
 from tests.support.shown_commands import Measure, program, value_of

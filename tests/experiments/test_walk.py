@@ -19,7 +19,7 @@ from jaxmoe.adapters import LoraConfig, SelectConfig, TargetsConfig
 from jaxmoe.configs import to_json
 from jaxmoe.optim import MuonConfig
 from jaxmoe.run.plan import make_plan
-from jaxmoe.run.serving import open_served
+from jaxmoe.run.serving import ServedCheckpoint, open_served
 from jaxmoe.scaling import HyperPConfig, StandardConfig
 from jaxmoe.serve import Sampling
 from jaxmoe.serve.sizes import EngineSizesConfig
@@ -90,7 +90,7 @@ def test_the_demo_is_fine_tuned_rewarded_and_served(demo, tmp_path):
     for before, after in itertools.pairwise(heads):
         assert 1e-6 < np.linalg.norm(after - before) / norms[0] < 0.05
     engine_sizes = EngineSizesConfig(max_sequences=1, pieces=("1x16",), num_logprobs=0)
-    with open_served(str(rewarded), engine_sizes).engine as engine:
+    with open_served(ServedCheckpoint(path=str(rewarded)), engine_sizes).engine as engine:
         stream = engine.submit((1, 2, 3), Sampling(max_tokens=4, temperature=0.0))
         assert len([event for event in stream if hasattr(event, "token")]) == 4
 

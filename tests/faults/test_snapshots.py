@@ -23,11 +23,11 @@ from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint import CheckpointManager, checksums
 from jaxmoe.contrib.elastic.move import move_state, move_through_hosts
 from jaxmoe.contrib.survival.pieces import num_words, pack_words, pieces_of, place_words
-from jaxmoe.contrib.survival.shared_memory import SNAPSHOTS
 from jaxmoe.contrib.survival.snapshot_store import SnapshotStore
 from jaxmoe.contrib.survival.snapshots import Snapshots, open_snapshots
 from jaxmoe.data import DataError, SkippedRows
 from jaxmoe.resilience.processes_config import ProcessesConfig
+from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.restore import Lineage

@@ -59,6 +59,15 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
+def imported_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and the full name of each import of a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
 def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

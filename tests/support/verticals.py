@@ -125,11 +125,15 @@ VERTICALS = {
             "jaxmoe/contrib/few_bits/*",
             "pallas_kernels/halo/*",
             "experiments/checkpoint/bitstack.py",
+            "experiments/checkpoint/block_order.py",
+            "experiments/precision.py",
+            "experiments/studies/precision.py",
         ),
         tests=(
             "tests/jaxmoe/contrib/few_bits/*",
             "tests/pallas_kernels/halo/*",
             "tests/experiments/test_convert_bitstack.py",
+            "tests/experiments/test_precision.py",
         ),
         smoke="tests/jaxmoe/contrib/few_bits/test_bitstack.py::test_prefix_is_the_truncated_sum",
         sockets=(
@@ -257,6 +261,8 @@ VERTICALS = {
         sources=(
             "jaxmoe/contrib/slow_links/*",
             "experiments/outer.py",
+            "experiments/studies/outer/*",
+            "experiments/launch/sites.py",
         ),
         tests=(
             "tests/jaxmoe/contrib/slow_links/*",
@@ -274,6 +280,7 @@ VERTICALS = {
         sources=(
             "jaxmoe/contrib/survival/*",
             "experiments/replay.py",
+            "experiments/doctor/links.py",
         ),
         tests=(
             "tests/jaxmoe/contrib/survival/*",
@@ -288,7 +295,11 @@ VERTICALS = {
         sockets=_RUN,
     ),
     "telemetry": Vertical(
-        sources=("jaxmoe/contrib/telemetry/*",),
+        sources=(
+            "jaxmoe/contrib/telemetry/*",
+            "experiments/gates.py",
+            "experiments/studies/gates/*",
+        ),
         tests=("tests/jaxmoe/contrib/telemetry/*",),
         smoke=(
             "tests/jaxmoe/contrib/telemetry/test_congestion.py"
@@ -321,3 +332,8 @@ def matches(path: str, globs: tuple[str, ...]) -> bool:
 def vertical_of(path: str) -> str | None:
     """Return the vertical whose file of tests this is, None for one of the core."""
     return next((name for name, row in VERTICALS.items() if matches(path, row.tests)), None)
+
+
+def vertical_of_source(path: str) -> str | None:
+    """Return the vertical that a source file belongs to, None for one of the core."""
+    return next((name for name, row in VERTICALS.items() if matches(path, row.sources)), None)

@@ -34,6 +34,7 @@ class RowsConfig(BackendConfig):
     """Rows of a masked-diffusion model, filled in together."""
 
     name: ClassVar[str] = "rows"
+    is_spread: ClassVar[bool] = False
 
     def fits(self, model: ModelConfig) -> bool:
         """Return whether the model sees both sides of a gap."""

@@ -17,8 +17,8 @@ import os
 import jax
 
 from jaxmoe.contrib.elastic.request import DevicePlace, check_resized, fit_data
-from jaxmoe.contrib.survival.shared_memory import ELASTIC
 from jaxmoe.messages import say
+from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run.assemble import Setting
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.parts import ConfiguredPart

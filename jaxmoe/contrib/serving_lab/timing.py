@@ -17,7 +17,7 @@ from jaxmoe.contrib.serving_lab.simulation import ModelSizes, Roofline
 from jaxmoe.contrib.serving_lab.simulation.measured import RateFit, TableCost, fit_rates
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.serving import load_model, open_executor
+from jaxmoe.run.serving import ServedCheckpoint, load_model, open_executor
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.sizes import EngineSizesConfig
 from jaxmoe.tracking import read_router_load
@@ -57,7 +57,7 @@ def measure_run(
     Raises:
         ValueError: The run cannot be served, or too few shapes are compiled for a fit.
     """
-    loaded = load_model(path)
+    loaded = load_model(ServedCheckpoint(path=path))
     executor = open_executor(loaded, sizes).executor
     assembly = loaded.assembly
     if "pages" not in executor.facts(max_waiting=1).capabilities:

@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxmoe.configs import fingerprint, to_json
 from jaxmoe.contrib.survival.recovery import begun_with, restore_averaged_snapshot
-from jaxmoe.contrib.survival.shared_memory import SNAPSHOTS
 from jaxmoe.contrib.survival.snapshot_store import Restored, SnapshotStore
+from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.catalog import choice, names
 from jaxmoe.contrib.telemetry.congestion import fit_congestion
 from jaxmoe.contrib.telemetry.routing import coactivation, domain_information, mutual_information
 from jaxmoe.data import Batch
@@ -29,62 +28,45 @@ from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.telemetry import load
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.measures import router_statistics
+from jaxmoe.run.measures import Details, router_statistics
 from jaxmoe.training.state import TrainState
 
 
-def router_details(assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
-    """Return one row of statistics per MoE layer; none for a dense model.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RouterDetails(Details):
+    """One row of statistics per MoE layer on the held-out batches; none for a dense model."""
 
-    A model with a feed-forward that has `Details` of its own has the rows of these instead.
+    name: ClassVar[str] = "routers"
 
-    Args:
-        assembly: Plan, devices and data of the run; its mesh is current.
-        state: State with parameters and router state.
-    """
-    model = assembly.plan.model
-    for feed_forward in model.context.feed_forwards:
-        if feed_forward.name in names("details"):
-            return choice("details", feed_forward.name)().rows(assembly, state)
-    per_batch = _statistics(assembly, state, assembly.held_out())
-    if not per_batch:
-        return []
-    summed = per_batch[0]
-    for statistics in per_batch[1:]:
-        summed = summed + statistics
-    extra = summed.extra
-    rows = []
-    columns = {"token": mutual_information(summed)}
-    if "detail_domains" in extra:
-        columns["domain"] = domain_information(extra["detail_domains"])
-    if "detail_coactivation" in extra:
-        columns["together"] = coactivation(extra["detail_coactivation"])
-    share = np.asarray(load(summed))
-    for layer in range(share.shape[0]):
-        row: dict[str, Any] = {"layer": layer}
-        row |= {name: float(values[layer]) for name, values in columns.items()}
-        row["window"] = float(share[layer].max() * share.shape[1] - 1.0)
-        counts = np.stack([statistics.counts[layer] for statistics in per_batch])
-        if "detail_log_prob" in extra and (counts.sum(-1) > 0).all():
-            quality = np.stack(
-                [s.extra["detail_log_prob"][layer] / s.num_tokens[layer] for s in per_batch]
-            )
-            fit = fit_congestion(counts, quality)
-            row |= {"gamma_eff": fit.gamma, "low": fit.low, "high": fit.high}
-        rows.append(row)
-    return rows
-
-
-def format_router_details(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of `router_details` as a table."""
-    if not rows:
-        return "no MoE layer: there is no router to look at"
-    names = list(rows[0])
-    lines = ["".join(f"{name:>11}" for name in names)]
-    for row in rows:
-        cells = (row[name] for name in names)
-        lines.append("".join(f"{c:>11}" if isinstance(c, int) else f"{c:>11.4g}" for c in cells))
-    return "\n".join(lines)
+    def rows(self, assembly: Assembly, state: TrainState) -> list[dict[str, Any]]:
+        """Return a row for each MoE layer."""
+        per_batch = _statistics(assembly, state, assembly.held_out())
+        if not per_batch:
+            return []
+        summed = per_batch[0]
+        for statistics in per_batch[1:]:
+            summed = summed + statistics
+        extra = summed.extra
+        rows = []
+        columns = {"token": mutual_information(summed)}
+        if "detail_domains" in extra:
+            columns["domain"] = domain_information(extra["detail_domains"])
+        if "detail_coactivation" in extra:
+            columns["together"] = coactivation(extra["detail_coactivation"])
+        share = np.asarray(load(summed))
+        for layer in range(share.shape[0]):
+            row: dict[str, Any] = {"layer": layer}
+            row |= {name: float(values[layer]) for name, values in columns.items()}
+            row["window"] = float(share[layer].max() * share.shape[1] - 1.0)
+            counts = np.stack([statistics.counts[layer] for statistics in per_batch])
+            if "detail_log_prob" in extra and (counts.sum(-1) > 0).all():
+                quality = np.stack(
+                    [s.extra["detail_log_prob"][layer] / s.num_tokens[layer] for s in per_batch]
+                )
+                fit = fit_congestion(counts, quality)
+                row |= {"gamma_eff": fit.gamma, "low": fit.low, "high": fit.high}
+            rows.append(row)
+        return rows
 
 
 def _statistics(

@@ -19,10 +19,10 @@ from jaxmoe.contrib.slow_links.site_part import Site
 from jaxmoe.contrib.slow_links.sites.config import VARIABLE
 from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
 from jaxmoe.contrib.survival.recovery import Replacement
-from jaxmoe.contrib.survival.shared_memory import ELASTIC
 from jaxmoe.contrib.survival.snapshots import Snapshots
 from jaxmoe.contrib.telemetry.gradients import GradientComparison
 from jaxmoe.contrib.telemetry.part import Telemetry
+from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
 from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
 from jaxmoe.run.directory import RunDirectory

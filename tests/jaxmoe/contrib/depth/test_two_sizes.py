@@ -13,7 +13,6 @@ import pytest
 
 from experiments.doctor.devices import tiny_config
 from jaxmoe.contrib.depth.size_oracle import find_oracle
-from jaxmoe.contrib.telemetry.details import router_details
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import DenseConfig, TwoSizesConfig
@@ -21,6 +20,7 @@ from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.run.assemble import assemble
+from jaxmoe.run.measures import details_of
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import on_mesh, on_one_device
@@ -208,7 +208,7 @@ def test_evaluation_has_a_row_for_each_budget():
     )
     assembly = assemble(config, devices=jax.devices()[:1])
     with jax.set_mesh(assembly.mesh):
-        rows = router_details(assembly, assembly.new_state())
+        rows = details_of(assembly.plan.model).rows(assembly, assembly.new_state())
     assert [row["budget"] for row in rows] == list(range(model.num_layers + 1))
     oracle = np.array([row["oracle"] for row in rows])
     assert np.isfinite(oracle).all() and (np.diff(oracle) <= 0).all()

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from experiments.doctor.devices import tiny_config
-from jaxmoe.contrib.telemetry.details import format_router_details, router_details
+from experiments.evaluate import format_router_details
+from jaxmoe.contrib.telemetry.details import RouterDetails
 from jaxmoe.data import LanguageMixtureConfig
 from jaxmoe.run.assemble import assemble
 
@@ -21,7 +22,7 @@ def test_a_row_for_each_layer():
     config = dataclasses.replace(config, model=model, evaluation=evaluation)
     assembly = assemble(config)
     with jax.set_mesh(assembly.mesh):
-        rows = router_details(assembly, assembly.new_state())
+        rows = RouterDetails().rows(assembly, assembly.new_state())
     assert [row["layer"] for row in rows] == list(range(model.num_moe_layers))
     for row in rows:
         assert set(row) == {

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from experiments.recipes.markov import markov
-from jaxmoe.contrib.few_bits.calibrate import measure_activations
-from jaxmoe.contrib.few_bits.observed import ObservedArray
 from jaxmoe.data import evaluation_batches
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.quantize import channels_shape
 from jaxmoe.run.assemble import assemble
+from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
 from pallas_kernels.quantized_matmul.mixed_array import channel_order
+from sharding.products.observed import ObservedArray
 from tests.support.tolerances import assert_close
 
 OUTLIERS = (3, 11, 17, 30)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmoe.contrib.few_bits.observed import ObservedArray, Statistic
 from jaxmoe.data import Batch, Loader
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import channels_shape
@@ -27,6 +26,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.plan import RunPlan
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
+from sharding.products.observed import ObservedArray, Statistic
 
 
 def measure_activations(
