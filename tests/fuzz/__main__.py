@@ -5,6 +5,7 @@
     python -m tests.fuzz --seed 1 --draws 200                   of every kind
     python -m tests.fuzz --seed 1 --draws 200 --kind meshes     of one kind
     python -m tests.fuzz --seed 1 --first 17 --draws 1 --kind meshes    one draw again
+    python -m tests.fuzz --seed 1 --draws 2000 --seconds 1200 --kind pairs    for 20 minutes
 
 A failure prints the command that repeats it; the exit code is 1 if a draw failed.
 """
@@ -18,8 +19,8 @@ import time
 from tests import conftest  # sets devices and strictness before JAX starts
 
 # Draws are new programs. Programs that were read from the cache have hung: XLA for the CPU began
-# their collectives in another order on each device.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# their collectives in another order on each device. JAX was imported above: no variable reaches it.
+conftest.jax.config.update("jax_enable_compilation_cache", False)
 # Most draws compile much and compute little.
 os.environ["XLA_FLAGS"] += (
     " --xla_backend_optimization_level=0"
@@ -35,15 +36,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True, help="seed of the draws")
     parser.add_argument("--draws", type=int, default=20, help="number of draws of each kind")
     parser.add_argument("--first", type=int, default=0, help="index of the first draw")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin none after these"
+    )
     parser.add_argument("--kind", choices=KINDS, action="append", help="kinds to run; default: all")
     asked = parser.parse_args()
     assert conftest.NUM_DEVICES == 8
     failures = 0
+    end = time.monotonic() + asked.seconds
     sys.stdout.reconfigure(errors="backslashreplace")
     for kind in asked.kind or KINDS:
         counts: collections.Counter[str] = collections.Counter()
         for index in range(asked.first, asked.first + asked.draws):
             start = time.monotonic()
+            if start > end:
+                break
             try:
                 name, text = run(kind, asked.seed, index)
             except Failure as failure:

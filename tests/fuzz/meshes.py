@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -119,48 +121,78 @@ def check(rng: np.random.Generator, place: pathlib.Path, *, staged: float = SHAR
             return Outcome("refused", refusal(error))
         roles = draw_frozen(rng.spawn(1)[0], assembly.plan.table)
         print(describe(config) + f", frozen {', '.join(roles)}" * bool(roles), flush=True)
-        return compare(assembly, rng, roles)
+        return compare(assembly, Reference(assembly, rng, roles), roles)
 
 
-def compare(
-    assembly: Assembly,
-    rng: np.random.Generator,
-    roles: tuple[str, ...] = (),
-    num_steps: int = STEPS,
-) -> Outcome:
+class Reference:
+    """Steps of a run on one device that computes plainly."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        rng: np.random.Generator,
+        roles: tuple[str, ...] = (),
+        num_steps: int = STEPS,
+    ):
+        """Take the model, the rows and new parameters of a run.
+
+        Args:
+            assembly: Run on a mesh.
+            rng: Generator of the parameters.
+            roles: Roles that are not trained.
+            num_steps: Number of steps.
+        """
+        config = assembly.plan.config
+        self.config = dataclasses.replace(config, execution=on_one_device(config.execution))
+        self.rows = [assembly.loader.batch(step) for step in range(num_steps)]
+        plan = freeze(make_plan(self.config), roles)
+        self.params = parameters(plan, rng)
+        self._steps = Steps(plan, self.config.execution, None)
+        self._rng = rng
+        self._moves: list[dict[str, Any]] = []
+
+    @functools.cached_property
+    def results(self) -> dict[str, Any]:
+        """Metrics of the steps, and what they end with."""
+        results = self._steps.run(self.params, self.rows)
+        assert np.isfinite(results["metrics"][0]["loss"]), "the loss of one device is not finite"
+        return results
+
+    def moves(self) -> Iterator[dict[str, Any]]:
+        """Yield how far four changes of the parameters, in more and more bits, move the results."""
+        epsilon = 2.0**-9 if is_narrow(self.config) else 2.0**-20
+        for doubled in range(4):  # a mesh rounds sums elsewhere, by more than a value is rounded
+            if doubled == len(self._moves):
+                params = nudged(self.params, self._rng, epsilon * 2.0**doubled)
+                results = self._steps.run(params, self.rows)
+                errors = differences(results, self.results, self.config, is_whole=True)
+                self._moves.append({name: error for name, (error, _) in errors.items()})
+            yield self._moves[doubled]
+
+
+def compare(assembly: Assembly, reference: Reference, roles: tuple[str, ...] = ()) -> Outcome:
     """Compare steps of a run on its mesh with those of one device that computes plainly.
 
     Args:
         assembly: Run on its mesh.
-        rng: Generator of the parameters.
+        reference: The same run on one device.
         roles: Roles that are not trained.
-        num_steps: Number of steps.
 
     Raises:
         AssertionError: A value differs by more than rounding explains.
     """
-    config = assembly.plan.config
-    plain = dataclasses.replace(config, execution=on_one_device(config.execution))
-    plan, alone = (freeze(one, roles) for one in (assembly.plan, make_plan(plain)))
-    values = parameters(alone, rng)
-    rows = [assembly.loader.batch(step) for step in range(num_steps)]
-    found = Steps(plan, assembly.execution, assembly.mesh).run(values, rows)
-    steps = Steps(alone, alone.config.execution, None)
-    wanted = steps.run(values, rows)
-    assert np.isfinite(wanted["metrics"][0]["loss"]), "the loss of one device is not finite"
-    errors = differences(found, wanted, config)
+    steps = Steps(freeze(assembly.plan, roles), assembly.execution, assembly.mesh)
+    results = steps.run(reference.params, reference.rows)
+    errors = differences(results, reference.results, assembly.plan.config)
     far = {name: pair for name, pair in errors.items() if pair[0] > pair[1]}
     if not far:
         return Outcome("equal")
     unstable = far
-    epsilon = 2.0**-9 if is_narrow(config) else 2.0**-20
-    for doubled in range(4):  # a mesh rounds sums elsewhere, by more than one rounding of a value
-        moved = steps.run(nudged(values, rng, epsilon * 2.0**doubled), rows)
-        moved = differences(moved, wanted, config, is_whole=True)
+    for moves in reference.moves():
         far = {
             name: (error, bound)
             for name, (error, bound) in far.items()
-            if error > max(bound, 8.0 * moved[name][0])
+            if error > max(bound, 8.0 * moves[name])
         }
     if far:
         lines = [f"  {name}: {error:.3g}, allowed {b:.3g}" for name, (error, b) in far.items()]
