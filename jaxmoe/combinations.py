@@ -18,19 +18,15 @@ one field belongs to the field, and a size that must divide another to what cuts
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
 import pkgutil
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from jaxmoe.catalog.combinations import ADDRESSES
-
-_IS_SEARCHING: contextvars.ContextVar[bool] = contextvars.ContextVar("is_searching", default=False)
 
 
 class CombinationError(ValueError):
@@ -57,6 +53,14 @@ class Choice:
     shown: str = ""
     needs: tuple[str, ...] = ()
 
+    def is_made(self, values: Mapping[str, tuple[Any, ...]]) -> bool:
+        """Whether a config makes this choice.
+
+        Args:
+            values: Values of the config by dotted path.
+        """
+        return any(map(self.test, values[self.path]))
+
     def spelling(self, config: Any) -> str | None:
         """Return path and value in a config, None where it does not make this choice.
 
@@ -66,7 +70,7 @@ class Choice:
         for value in values_at(config, self.path):
             if self.test(value):
                 if self.shown.startswith(self.path):
-                    value = next(values_at(config, self.shown), value)
+                    value = next(iter(values_at(config, self.shown)), value)
                 return spell_choice(self.shown or self.path, value)
         return None
 
@@ -76,20 +80,26 @@ class Choice:
         return f"`{self.shown or self.path}` {self.words}"
 
 
-def values_at(config: Any, path: str) -> Iterator[Any]:
-    """Yield the values at a dotted path: None where the path ends early, each item of a tuple.
+def values_at(config: Any, path: str) -> tuple[Any, ...]:
+    """Return the values at a dotted path: None where the path ends early, each item of a tuple.
 
     Args:
         config: A config, or a namespace of configs.
         path: Names of fields; empty for the config itself, `*` at the end for the items of a tuple.
     """
+    value = config
+    for name, below in _names(path):
+        value = getattr(value, name, None)
+        if below and isinstance(value, tuple):
+            return tuple(item for inner in value for item in values_at(inner, below))
+    return (value,)
+
+
+@functools.cache
+def _names(path: str) -> tuple[tuple[str, str], ...]:
+    """Return the names of a path, each with the path below it."""
     name, _, below = path.partition(".")
-    if name in ("", "*"):
-        yield config
-        return
-    value = getattr(config, name, None)
-    for item in value if isinstance(value, tuple) and below else (value,):
-        yield from values_at(item, below)
+    return () if name in ("", "*") else ((name, below), *_names(below))
 
 
 def spell_choice(path: str, value: Any) -> str:
@@ -226,28 +236,29 @@ def check_config(config: Any) -> None:
     _check(config, frozenset(field.name for field in dataclasses.fields(config)))
 
 
-@contextlib.contextmanager
-def searching() -> Iterator[None]:
-    """Check nothing within: a search begins with a mesh that it never proposes."""
-    token = _IS_SEARCHING.set(True)
-    try:
-        yield
-    finally:
-        _IS_SEARCHING.reset(token)
-
-
 def _check(config: Any, names: frozenset[str]) -> None:
-    if _IS_SEARCHING.get():
-        return
+    values = _Values(config)
     addresses = dict.fromkeys(
         address
         for path, members, address in ADDRESSES
-        if any(_is_named(value, members) for value in values_at(config, path))
+        if any(_is_named(value, members) for value in values[path])
     )
-    for rows in (ROWS, *map(rows_at, addresses)):
-        for row in _rows_between(rows, names):
-            if message := row.refusal(config):
-                raise CombinationError(message)
+    for address in ("", *addresses):
+        for row in _rows_between(address, names):
+            if row.first.is_made(values) and row.second.is_made(values):
+                raise CombinationError(row.refusal(config))
+
+
+class _Values(dict[str, tuple[Any, ...]]):
+    """Values of a config by dotted path, each read once: most rows share their paths."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
+    def __missing__(self, path: str) -> tuple[Any, ...]:
+        self[path] = values = values_at(self.config, path)
+        return values
 
 
 def all_rows() -> dict[str, tuple[Row, ...]]:
@@ -267,7 +278,9 @@ def rows_at(address: str) -> tuple[Row, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _rows_between(rows: tuple[Row, ...], names: frozenset[str]) -> tuple[Row, ...]:
+def _rows_between(address: str, names: frozenset[str]) -> tuple[Row, ...]:
+    """Return the rows at an address, those of the core at the empty one, about some fields."""
+    rows = rows_at(address) if address else ROWS
     return tuple(row for row in rows if row.fields <= names)
 
 

@@ -34,7 +34,6 @@ from experiments.plan.config import (
 )
 from experiments.plan.judge import judge
 from experiments.recipes import DEFAULT
-from jaxmoe import combinations
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.compilers.topologies import check_compiler
 from jaxmoe.planning.hardware import Topology, parse_topology
@@ -105,10 +104,9 @@ def find(
         dispatcher for dispatcher in space.dispatchers if dispatcher.name not in without
     )
     space = dataclasses.replace(space, dispatchers=dispatchers or space.dispatchers)
-    unfolded = dataclasses.replace(config.execution, mesh=MeshConfig(), fold=None)
-    with combinations.searching():
-        run = dataclasses.replace(config.pretrain, execution=unfolded)
-        plan = step_plan(run, topology, MeshConfig())
+    unchosen = dataclasses.replace(config.execution, mesh=MeshConfig(data=-1), fold=None)
+    run = dataclasses.replace(config.pretrain, execution=unchosen)
+    plan = step_plan(run, topology, unchosen.mesh)
     fitting = None
     for meshes in [[mesh.resolve(number)]] if is_fixed else _tries(config, plan, topology):
         fitting = search(

@@ -145,7 +145,7 @@ def step_plan(config: PretrainConfig, topology: Topology, mesh: MeshConfig) -> S
     Args:
         config: Run to plan.
         topology: Devices to plan for.
-        mesh: Mesh with every size filled in.
+        mesh: Mesh with every size filled in, or with -1 where none is chosen yet.
 
     Raises:
         ValueError: Two choices of the config do not fit.
