@@ -54,11 +54,7 @@ class Choice:
     needs: tuple[str, ...] = ()
 
     def is_made(self, values: Mapping[str, tuple[Any, ...]]) -> bool:
-        """Whether a config makes this choice.
-
-        Args:
-            values: Values of the config by dotted path.
-        """
+        """Whether a config with these values by dotted path makes this choice."""
         return any(map(self.test, values[self.path]))
 
     def spelling(self, config: Any) -> str | None:
@@ -427,6 +423,12 @@ ROWS: Final = (
         "{second} lets later tokens decide about earlier ones, and {first} promises that they do"
         " not",
         "train it by masked diffusion with model.attention.is_causal=False, or take another router",
+    ),
+    Row(
+        trait("model.adapter", "has_after_step", "that changes the state"),
+        differs("execution.optimizer_memory", "device"),
+        "{first} changes the state after each step, and {second} keeps it elsewhere",
+        "set execution.optimizer_memory to device",
     ),
     # Sequences over devices.
     Row(

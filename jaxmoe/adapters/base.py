@@ -198,20 +198,12 @@ class Adapter(ParameterView, abc.ABC):
             execution: Execution with every size of the mesh filled in.
 
         Raises:
-            ValueError: The state or the parameters wait in other memory, and `after_step` needs
-                them; or the layout gathers parameters before a view could rewrite them, or
-                keeps them in few bits.
+            ValueError: The layout gathers parameters before a view could rewrite them, or keeps
+                them in few bits.
         """
         if self.has_view:
             check_view(execution)
             execution.precision.check_trains()
-        for field in ("optimizer_memory", "parameter_memory"):
-            where = getattr(execution, field)
-            if self.has_after_step and where != "device":
-                raise ValueError(
-                    f"execution.{field}={where}: adapter:{self.name} changes the state after each"
-                    f" step, which must be on the device: set execution.{field} to device"
-                )
 
     def prepare(self, params: Any, layers: Layers, key: Array | None = None) -> Any:
         """Return the parameters with those that the layers read (`:down`, `:up`, `:scale`).

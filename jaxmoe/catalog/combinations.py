@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from typing import Final
 
+_ADAPTERS: Final = "jaxmoe.contrib.adapters.combinations:ROWS"
 _ESTIMATORS: Final = "jaxmoe.contrib.estimators.combinations:ROWS"
 _DEPTH: Final = "jaxmoe.contrib.depth.combinations:ROWS"
 _OFFLOAD: Final = "jaxmoe.contrib.offload.combinations:ROWS"
 _SLOW_LINKS: Final = "jaxmoe.contrib.slow_links.combinations:ROWS"
 
 ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
+    ("model.adapter", ("mixture_of_shards", "shared_store"), _ADAPTERS),
     ("execution.halves", (2,), _DEPTH),
     ("model.loop", (), _DEPTH),
+    ("model.layers.feed_forward", ("two_sizes",), _DEPTH),
     ("execution.parameter_memory", ("host",), _OFFLOAD),
     ("execution.optimizer_memory", ("files",), _OFFLOAD),
     ("execution.optimizer_directory", (), _OFFLOAD),

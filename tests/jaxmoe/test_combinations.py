@@ -19,6 +19,7 @@ from jaxmoe.configs import from_json, to_json
 from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.models.config import LayerConfig
 from jaxmoe.routing import CapacityConfig
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.training.batch_ramp import BatchRampConfig
@@ -71,6 +72,11 @@ ANSWERS = {
     "training.objective": choice("objective", "policy_gradient")(),
     "rl": RolloutsConfig(prompts=4, group=4, max_tokens=16),
 }
+ON_ADAPTERS = {
+    name: {"model.adapter": choice("adapter", name)()}
+    for name in ("lift", "mixture_of_shards", "shared_store")
+}
+TWO_SIZES = {"model.layers": (LayerConfig(feed_forward=choice("feed_forward", "two_sizes")()),)}
 STREAMS = {"model.attention": choice("mixer", "parallel_streams")()}
 RING = {"execution.tensor_products": choice("tensor_products", "ring")()}
 WHOLE = {"execution.tensor_products": choice("tensor_products", "whole")()}
@@ -147,6 +153,16 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     ({"checkpoint.initial_step": 0}, {"checkpoint.initial": "runs/a"}),
     ({"checkpoint.initial_mapping": "rules.py"}, {"checkpoint.initial": "runs/a"}),
     ({"checkpoint.initial_state": "all"}, {"checkpoint.initial": "runs/a"}),
+    (ON_ADAPTERS["lift"] | IN_HOST, {"execution.optimizer_memory": "device"}),
+    # Adapters.
+    (ON_ADAPTERS["mixture_of_shards"] | STAGES, ONE_STAGE),
+    (
+        ON_ADAPTERS["mixture_of_shards"] | {"execution.rules": "zero2"},
+        {"execution.rules": "fully_sharded"},
+    ),
+    (ON_ADAPTERS["mixture_of_shards"] | HOST, ON_DEVICE),
+    (ON_ADAPTERS["shared_store"] | {"execution.mesh.expert": 2}, {"execution.mesh.expert": 1}),
+    (ON_ADAPTERS["shared_store"] | {"execution.mesh.tensor": 2}, {"execution.mesh.tensor": 1}),
     # Halves, loops and mixers.
     (STAGES | {"model.loop": LoopConfig()}, {"model.loop": None}),
     (STAGES | STREAMS, ONE_STAGE),
@@ -161,6 +177,8 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         HALVES | {"model.moe.router": choice("router", "sinkhorn")(), "model.moe.balancers": ()},
         ONE_HALF,
     ),
+    (TWO_SIZES | HALVES, ONE_HALF),
+    (TWO_SIZES | STAGES, ONE_STAGE),
     # State outside of the devices.
     ({"execution.optimizer_directory": "state"}, FILES),
     (FILES | STAGES, ONE_STAGE),

@@ -38,7 +38,6 @@ from jaxmoe.adapters.factors import (
     own_row,
 )
 from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding import axes as ax
@@ -81,17 +80,6 @@ class MixtureOfShardsConfig(FactorsConfig):
         seed = self.seed
         if shards < 1 or seed < 0:
             raise ValueError(f"adapter.{shards=} must be at least 1, adapter.{seed=} 0 or more")
-
-    def check_execution(self, execution: ExecutionConfig) -> None:
-        """Refuse layouts in which layers are not computed from all parameters."""
-        FactorsConfig.check_execution(self, execution)
-        is_gathered = execution.state_layout.gathered == "step"
-        if execution.mesh.stage > 1 or is_gathered or execution.parameter_memory != "device":
-            raise ValueError(
-                f"adapter:{self.name} puts the factors of all layers together before the first:"
-                " set execution.mesh.stage to 1, execution.parameter_memory to device, and"
-                " execution.rules to fully_sharded"
-            )
 
     def table(
         self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers

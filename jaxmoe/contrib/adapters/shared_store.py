@@ -27,7 +27,6 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig
 from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.view import Tree
 from jaxmoe.parameters import FROZEN, Hyperparameters, ParameterSpec, ParameterTable
@@ -72,16 +71,6 @@ class SharedStoreConfig(Adapter):
     def words(self) -> str:
         """The adapter in words, for the header of a run."""
         return f"shared_store, {self.compression:g} weights per cell, trained from the first step"
-
-    def check_execution(self, execution: ExecutionConfig) -> None:
-        """Refuse meshes that cut matrices: every device makes whole ones from all cells."""
-        Adapter.check_execution(self, execution)
-        for axis in ("stage", "expert", "tensor"):
-            if (size := getattr(execution.mesh, axis)) > 1:
-                raise ValueError(
-                    f"execution.mesh.{axis}={size}: adapter:shared_store has all matrices in one"
-                    f" array, whole on each device: set mesh.{axis} to 1"
-                )
 
     def table(
         self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers

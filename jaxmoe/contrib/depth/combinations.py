@@ -14,6 +14,7 @@ from jaxmoe.combinations import (
     differs,
     equals,
     is_set,
+    member,
     no_member,
     that,
     trait,
@@ -70,6 +71,16 @@ ROWS: Final = (
         ),
         "{first} routes the halves of a batch apart, and {second} compares the tokens of a batch",
         f"choose another router, or {_ONE_HALF}",
+    ),
+    *(
+        Row(
+            member("model.layers.feed_forward", "two_sizes"),
+            choice,
+            "the budget of {first} is a mean over whole batches, and {second} computes them in"
+            " parts",
+            way_out,
+        )
+        for choice, way_out in ((_HALVES, _ONE_HALF), (_STAGES, _ONE_STAGE))
     ),
     Row(
         _SKIPPING,

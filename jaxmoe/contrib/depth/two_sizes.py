@@ -79,22 +79,6 @@ class TwoSizesConfig(UnroutedFeedForward):
         """Sizes that plans read."""
         return FeedForwardSizes(dense_dim=self.big_dim + self.small_dim)
 
-    def check_execution(self, execution: ExecutionConfig, **_: object) -> None:
-        """Refuse executions that compute a batch in parts with losses of their own.
-
-        Args:
-            execution: How it is computed.
-
-        Raises:
-            ValueError: Halves, or stages of a pipeline.
-        """
-        if execution.halves == 2 or execution.mesh.stage > 1:
-            raise ValueError(
-                f"execution.halves={execution.halves} and execution.mesh.stage="
-                f"{execution.mesh.stage}: the budget of two_sizes is a mean over whole batches: set"
-                " both to 1"
-            )
-
     def budget_loss(self, big: Float[Array, "B S"], mask: Array) -> Float[Array, ""]:
         """Return weight (mean of `big` - target)^2.
 

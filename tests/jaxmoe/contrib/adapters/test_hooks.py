@@ -112,7 +112,7 @@ def test_steps_on_a_mesh_equal_those_of_one_device(mesh, name):
 
 @pytest.mark.parametrize(
     ("execution", "message"),
-    [({"optimizer_memory": "host"}, "execution.optimizer_memory=host: adapter:adalora changes")],
+    [({"optimizer_memory": "host"}, "model.adapter:adalora changes the state after each step")],
 )
 def test_states_in_other_memory_are_refused(execution, message):
     model = dataclasses.replace(TINY, adapter=FOLLOWING["adalora"])

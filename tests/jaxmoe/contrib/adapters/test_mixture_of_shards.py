@@ -14,7 +14,6 @@ from jaxmoe.adapters import LoraConfig, MixtureOfShardsConfig, TargetsConfig, fo
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import init_params, parameter_table
-from sharding import MeshConfig
 from tests.support.models import FULL, TINY
 from tests.support.tolerances import assert_close
 
@@ -130,12 +129,3 @@ def test_a_fold_computes_what_the_pools_do():
 def test_pools_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         parameter_table(adapted(TINY, dataclasses.replace(CONFIG, **changes)))
-
-
-def test_layouts_that_split_layers_are_refused():
-    for execution in (
-        ExecutionConfig(mesh=MeshConfig(stage=2)),
-        ExecutionConfig(mesh=MeshConfig(data=2), rules="zero2"),
-    ):
-        with pytest.raises(ValueError, match="puts the factors of all layers together"):
-            CONFIG.check_execution(execution)

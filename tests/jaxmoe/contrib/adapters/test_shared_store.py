@@ -18,7 +18,6 @@ from jaxmoe.optim import adamw
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
-from sharding import MeshConfig
 from tests.support.models import TINY
 from tests.support.one_step import batch
 
@@ -128,5 +127,3 @@ def test_what_a_store_cannot_do_is_refused():
         SharedStoreConfig(compression=0.0)
     with pytest.raises(ValueError, match=r"adapter.targets.layers=\(1,\): layers are one array"):
         SharedStoreConfig(targets=TargetsConfig(layers=(1,)))
-    with pytest.raises(ValueError, match=r"execution.mesh.tensor=2: adapter:shared_store has all"):
-        SharedStoreConfig().check_execution(ExecutionConfig(mesh=MeshConfig(tensor=2)))

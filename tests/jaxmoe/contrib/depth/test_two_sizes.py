@@ -22,7 +22,6 @@ from jaxmoe.models.transformer import forward
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.measures import details_of
 from jaxmoe.scaling.initialize import parameter_table
-from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import on_mesh, on_one_device
 from tests.support.models import BATCH, LENGTH, TINY, tokens_for
 from tests.support.one_step import stepped
@@ -184,14 +183,11 @@ def test_the_oracle_is_the_best_of_all_patterns():
     assert [row["budget"] for row in found.rows()] == [0, 1, 2]
 
 
-def test_what_has_no_sizes_or_halves_the_batch_is_refused():
+def test_what_has_no_sizes_is_refused():
     ids = np.ones((1, LENGTH), np.int32)
     batch = Batch(tokens=ids, targets=ids, loss_weights=ids.astype(np.float32))
     with pytest.raises(ValueError, match="an oracle of sizes tries 1 options"):
         find_oracle(with_sizes(DenseConfig()), {}, batch)
-    for execution in (ExecutionConfig(halves=2), ExecutionConfig(mesh=MeshConfig(stage=2))):
-        with pytest.raises(ValueError, match="the budget of two_sizes is a mean over whole"):
-            ROUTED.check_execution(execution, sequences=2, length=8, mesh={})
     with pytest.raises(ValueError, match=r"two_sizes.target=1.5 must be between 0 and 1"):
         dataclasses.replace(ROUTED, target=1.5)
     with pytest.raises(ValueError, match="two_sizes.choice=random draws in training"):
