@@ -74,10 +74,17 @@ class Output:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model with Mixture-of-Experts layers."""
+    """A decoder-only language model with Mixture-of-Experts layers.
+
+    Attributes:
+        model: Config of the model.
+        execution: How it is computed.
+        rewrite: Function of the parameters of each layer, from the `View` of `forward`; or None.
+    """
 
     model: ModelConfig
     execution: ExecutionConfig = ExecutionConfig()
+    rewrite: Rewrite | None = None
 
     @nn.compact
     def __call__(
@@ -98,7 +105,6 @@ class Transformer(nn.Module):
         places: Order | None = None,
         kept: Bool[Array, " groups"] | None = None,
         level: Int[Array, ""] | None = None,
-        rewrite: Rewrite | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
 
@@ -120,7 +126,6 @@ class Transformer(nn.Module):
                 `jaxmoe.layers.sequences`, as the results then are; None for the order of tokens.
             kept: Equal groups of the layers of the longest scan; False leaves one out; None: all.
             level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
-            rewrite: Function of the parameters of each layer, see `jaxmoe.layers.view`; or None.
         """
         model = self.model
         execution = self.execution
@@ -137,7 +142,7 @@ class Transformer(nn.Module):
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
         caches = None if cache is None else dict(cache)
-        options = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": rewrite}
+        options = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": self.rewrite}
         execution = execution.declaring() if self.is_initializing() else execution
         rows = model.rows(execution)
         flow, about = rows.enter(flow, about, shared, execution, has_cache=cache is not None)
@@ -177,9 +182,9 @@ def forward(
     *,
     whole: Any = None,
     view: View | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Output:
-    """Return `Transformer(model, execution).apply({"params": params}, tokens, **given)`, typed.
+    """Return `Transformer(model, execution).apply({"params": params}, tokens, **options)`, typed.
 
     Args:
         model: Config of the model.
@@ -188,21 +193,21 @@ def forward(
         tokens: Ids in [0, V).
         whole: Gathered parameters for the layers, see `jaxmoe.layers.gather`; or None.
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
-        **given: Further arguments of `Transformer`.
+        **options: Further arguments of `Transformer`.
     """
     adapter = model.adapter
     used = params
     if adapter is not None:
-        key = given.get("key") if given.get("train") else None
+        key = options.get("key") if options.get("train") else None
         used = adapter.prepare(used, model.layer_numbers, key)
         if adapter.has_view:
             used, view = adapted_view(adapter, used, view, [scan.name for scan in model.scans])
     variables = {"params": used} | ({} if whole is None else {WHOLE: whole})
     if view is not None:
         variables |= {VIEW: view.own}
-        given |= {"rewrite": view.rewrite}
-    output = cast(Output, Transformer(model, execution).apply(variables, tokens, **given))
-    if adapter is not None and given.get("train"):
+    transformer = Transformer(model, execution, None if view is None else view.rewrite)
+    output = cast(Output, transformer.apply(variables, tokens, **options))
+    if adapter is not None and options.get("train"):
         own = adapter.losses(params, execution.placement)
         output = dataclasses.replace(output, losses=output.losses | own)
     return output
