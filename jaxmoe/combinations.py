@@ -363,12 +363,6 @@ ROWS: Final = (
     ),
     Row(
         _STAGES,
-        is_set("watch.gradients_every"),
-        "{second} compares gradients of whole layers, and {first} separates them",
-        "set watch.gradients_every to 0",
-    ),
-    Row(
-        _STAGES,
         REARRANGES_ROWS,
         "{second} merges its streams behind the last layer, which the stages of {first} do not",
         _ONE_STAGE,
@@ -467,13 +461,6 @@ ROWS: Final = (
         is_set("training.batch_ramp"),
         "every step of rl has rl.prompts x rl.group answers, and training.batch_ramp changes them",
         "set training.batch_ramp to None",
-    ),
-    Row(
-        is_set("rl"),
-        is_set("watch.gradients_every"),
-        "rl draws the answers of a step by the parameters of the step before, and {second} compares"
-        " gradients of rows of data",
-        "set watch.gradients_every to 0",
     ),
     Row(
         equals("checkpoint.initial_state", "all"),

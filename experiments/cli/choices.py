@@ -6,6 +6,7 @@
 dotted.field:NAME             the same
 --dotted.field NAME ...       a tuple of members; none: the empty tuple
 --dotted.field.only_here 3    implies the only member that has such a field
+--dotted.NAME.field 3         of a tuple of members beside it: adds NAME, unless it is there
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def choose(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]]
                 classes = [choice.members[name] for name in names]
                 new = (next((i for i in old if type(i) is cls), None) or cls() for cls in classes)
                 config = with_value(config, keys, tuple(new))
+            config, remaining = _add_items(choice, config, remaining)
             continue
         chosen, remaining = _take_member(choice, remaining)
         current = _member_name(type(old)) if dataclasses.is_dataclass(old) else "none"
@@ -188,6 +190,32 @@ def _take_items(choice: FieldChoice, arguments: list[str]) -> tuple[list[str] | 
             word, *arguments = arguments
             chosen.append(_name_of(choice, word, f"--{choice.path}"))
     return chosen, remaining
+
+
+def _add_items(
+    choice: FieldChoice, config: Config, arguments: list[str]
+) -> tuple[Config, list[str]]:
+    """Return the config with the items that flags name, and these flags by the place of the item.
+
+    With a tuple `parts`, `--snapshots.every 3` adds the item `snapshots`: `--parts.0.every 3`.
+    """
+    *above, _ = keys = choice.path.split(".")
+    fields = field_types(type(_value_at(config, above)))
+    remaining = []
+    for word in arguments:
+        *path, name, field = ["", *_field(word.partition("=")[0].removeprefix("--")).split(".")]
+        is_item = word.startswith("--") and path[1:] == above and name in choice.members
+        if not is_item or name in fields:
+            remaining.append(word)
+            continue
+        items = _value_at(config, keys)
+        places = [_member_name(type(item)) for item in items]
+        if name not in places:
+            config = with_value(config, keys, (*items, choice.members[name]()))
+            places.append(name)
+        _, equals, value = word.partition("=")
+        remaining.append(f"--{choice.path}.{places.index(name)}.{field}{equals}{value}")
+    return config, remaining
 
 
 def _take_member(choice: FieldChoice, arguments: list[str]) -> tuple[str | None, list[str]]:

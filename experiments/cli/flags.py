@@ -344,6 +344,18 @@ _SHORT: Final[Mapping[str, tuple[str, ...]]] = {
 """Fields by names that users of other libraries try first."""
 
 
+_MOVED: Final[Mapping[str, str]] = {
+    "checkpoint.snapshot_every": "--snapshots.every",
+    "checkpoint.on_lost_stage": "--parts check_free",
+    "checkpoint.recovery_steps": "--check_free.recovery_steps",
+    "checkpoint.recompute": "--recomputation.every",
+    "watch.links_every": "--link_measurements.every",
+    "watch.gradients_every": "--gradient_comparison.every",
+    "watch.gradient_groups": "--gradient_comparison.groups",
+}
+"""Flags of version 0.1, and what to type."""
+
+
 def _check_words(
     config: Any, arguments: Sequence[str], prog: str, recipes: Collection[str] = ()
 ) -> None:
@@ -411,6 +423,8 @@ def _unknown_flag(name: str, flag_names: Sequence[str], prog: str, recipes: Coll
         return (
             f"there is no flag --{name}: a recipe is the first word: {prog} {next(iter(recipes))}"
         )
+    if moved := _MOVED.get(name.replace("-", "_")):
+        return f"there is no flag --{name}: it is {moved} now"
     path, colon, value = name.partition(":")
     if colon and (near := _nearest(path, flag_names)):
         return f"there is no flag --{name}: did you mean --{near} {value}?"

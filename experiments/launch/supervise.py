@@ -21,7 +21,7 @@ SIGTERM, SIGHUP and Ctrl-C are forwarded to all processes, which save and stop; 
 them at once. The output of the first process is printed; the output of each is in
 `--run.directory`, with a summary.json of every start.
 
-With `--command "... --checkpoint.snapshot_every 10"` a restart continues from host memory, where
+With `--command "... --snapshots.every 10"` a restart continues from host memory, where
 the supervisor keeps a directory for each process until the end.
 
 With `--elastic shrink` a process that is lost twice in a row is left out: the rest go on with the
@@ -32,7 +32,7 @@ On several hosts, use the restarts of the cluster (`experiments.launch cluster:j
 supervisor on each with the same `--coordinator node0:8476` and `--num_processes`, and its own
 `--first_process`: a lost process ends the others, and each host restarts its own.
 
-`--exclude 3` leaves a process out whose device or link is slow (`--watch.links_every`, or
+`--exclude 3` leaves a process out whose device or link is slow (`--link_measurements.every`, or
 `python -m experiments.doctor --links`). Give the numbers of the whole job; when process 0 is left
 out on another host, `--coordinator` must name the host of the first one that is started.
 """

@@ -140,7 +140,7 @@ def _tries(config: PlanConfig, plan: StepPlan, topology: Topology) -> list[list[
     has_form = config.execution.sequence_parallel.name != "none"
     seq = None if has_form and mesh.seq == 1 else max(mesh.seq, 1)
     meshes = list(enumerate_meshes(number, seq, [mesh.stage]))
-    if mesh.stage > 1 or config.watch.gradients_every:  # which needs all layers on one stage
+    if mesh.stage > 1 or config.part("gradient_comparison"):  # which needs all layers on one stage
         return [meshes]
     staged = [*meshes, *enumerate_meshes(number, seq, stages_of(plan, number))]
     return [staged] if chip.domain and number > chip.domain else [meshes, staged]

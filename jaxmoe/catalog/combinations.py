@@ -18,6 +18,7 @@ _ESTIMATORS: Final = "jaxmoe.contrib.estimators.combinations:ROWS"
 _DEPTH: Final = "jaxmoe.contrib.depth.combinations:ROWS"
 _OFFLOAD: Final = "jaxmoe.contrib.offload.combinations:ROWS"
 _SLOW_LINKS: Final = "jaxmoe.contrib.slow_links.combinations:ROWS"
+_TELEMETRY: Final = "jaxmoe.contrib.telemetry.combinations:ROWS"
 
 ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("model.adapter", ("mixture_of_shards", "shared_store"), _ADAPTERS),
@@ -30,6 +31,7 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("training.skipping", (), _DEPTH),
     ("training.gradients.is_backward", (False,), _ESTIMATORS),
     ("replicas.exchanges", ("parameters", "gradients"), _SLOW_LINKS),
+    ("parts.*", ("gradient_comparison",), _TELEMETRY),
 )
 """Dotted path of a choice, names of its members or its values (any value that is set where there
 are none), and the address of the rows."""

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a run that a field of its config, an environment variable or its history asks for.
 
-`jaxmoe/run/parts.py` imports a part when it is asked for, and `PretrainConfig.step_parts` what its
-step keeps. To add one: its row in `PARTS` or `STEP_PARTS`, at its place in the order. A part that
-the tuple `parts` of a config names is a row of `runs.py`.
+`jaxmoe/run/parts.py` imports a part when it is asked for. To add one: its row in `PARTS`, at its
+place in the order. A part that the tuple `parts` of a config names is a row of `runs.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
-    (
-        lambda config: config.checkpoint.snapshot_every,
-        "jaxmoe.contrib.survival.snapshots:Snapshots",
-    ),
-    (
-        lambda config: config.checkpoint.on_lost_stage == "average",
-        "jaxmoe.contrib.survival.recovery:Replacement",
-    ),
     (
         lambda config: os.environ.get("JAXMOE_ELASTIC"),
         "jaxmoe.contrib.elastic.shrink:Shrink",
@@ -43,35 +34,19 @@ PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
         "jaxmoe.contrib.slow_links.site_part:Site",
     ),
     (
-        lambda config: config.checkpoint.recompute,
-        "jaxmoe.contrib.survival.devices:Recomputation",
-    ),
-    (
-        lambda config: config.watch.links_every,
-        "jaxmoe.contrib.survival.devices:LinkMeasurements",
-    ),
-    (
         lambda config: config.execution.telemetry == "detailed",
         "jaxmoe.contrib.telemetry.part:Telemetry",
-    ),
-    (
-        lambda config: config.watch.gradients_every,
-        "jaxmoe.contrib.telemetry.gradients:GradientComparison",
     ),
 )
 """What asks for a part, and the address of its class, in the order in which the parts act."""
 
-STEP_PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
-    (
-        lambda config: config.checkpoint.on_lost_stage == "average",
+STEP_PARTS: Final = {
+    "check_free": (
         "jaxmoe.contrib.survival.layer_norms:LayerNorms",
-    ),
-    (
-        lambda config: config.checkpoint.on_lost_stage == "average",
         "jaxmoe.contrib.survival.layer_norms:VocabularyMirror",
     ),
-)
-"""What asks for a part of the step, and the address of its class, in the order of the chain."""
+}
+"""Addresses of what each step does for a part of the tuple `parts`, by the name of the part."""
 
 FILES: Final = {
     "indicators.npz": (
@@ -87,8 +62,9 @@ FILES: Final = {
 its address, and that of a function (directory, metrics) that returns a section of the report as
 HTML. A branch of the run goes on with copies of the files."""
 
-HISTORY: Final = {"averaged": "jaxmoe.contrib.survival.recovery:Replacement"}
-"""Events of lineage.json after which a part belongs to the run whatever its config says."""
+HISTORY: Final = {"averaged": "check_free"}
+"""Events of lineage.json after which a part, by its name in `runs.py`, belongs to the run whatever
+its config says."""
 
 REQUESTS: Final = {"resize.json": "jaxmoe.contrib.elastic.resizing:Resizing"}
 """Files of the run directory that ask for a part while the run trains."""

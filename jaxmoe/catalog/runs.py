@@ -280,6 +280,26 @@ _TRACKER: Final = {
 }
 
 _RUN_PART: Final = {
+    "snapshots": (
+        "jaxmoe.contrib.survival.snapshots:SnapshotsConfig",
+        "Keeps the state in host memory, with parity: restarted processes continue from there.",
+    ),
+    "check_free": (
+        "jaxmoe.contrib.survival.recovery:CheckFreeConfig",
+        "Replaces the layers of a lost pipeline stage by the mean of their neighbours.",
+    ),
+    "recomputation": (
+        "jaxmoe.contrib.survival.devices:RecomputationConfig",
+        "Computes steps twice, which finds a device that computes wrong numbers.",
+    ),
+    "link_measurements": (
+        "jaxmoe.contrib.survival.devices:LinkMeasurementsConfig",
+        "Measures the links between devices with messages of 1 MiB, and names slow ones.",
+    ),
+    "gradient_comparison": (
+        "jaxmoe.contrib.telemetry.gradients:GradientComparisonConfig",
+        "Compares the gradients of workers, the parts of the batch, and names those that differ.",
+    ),
     "time_limit": (
         "jaxmoe.run.parts:TimeLimitConfig",
         "Ends the run in order after a time, as SIGTERM does: the state is saved.",

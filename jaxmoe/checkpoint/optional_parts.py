@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a checkpoint into a run that begins or stops to keep a part of the training state.
 
-`checkpoint.on_lost_stage` may change when a run goes on. A part that the checkpoint lacks starts as
+The parts of a run may change when it goes on. A part that the checkpoint lacks starts as
 zeros, as in a new run; a part that the run no longer keeps is read and dropped. Every other
 difference between a checkpoint and the target is an error.
 """

@@ -7,7 +7,7 @@
     replicas                                  what workers exchange, and when
     execution                                 mesh, kernels and precision
     run evaluation checkpoint tracking        directory and outputs
-    profile watch processes parts             traces, comparisons, timeouts and what else it does
+    profile processes parts                   traces, timeouts and what else it does
 
 To add a field: its config class in `jaxmoe/run/config.py`.
 """
@@ -81,7 +81,8 @@ class ProfileConfig:
 class RunPartConfig(abc.ABC):
     """Base class of the configs of run parts.
 
-    A part changes nothing that a run resumed without it needs: no state, no order of the data.
+    A part changes nothing that a run resumed without it needs: no order of the data, and no state
+    but that of `STEP_PARTS` (`jaxmoe/catalog/run_parts.py`), which a run goes on without.
     """
 
     name: ClassVar[str]
@@ -108,7 +109,6 @@ FREE_FIELDS = (
     "checkpoint",
     "tracking",
     "profile",
-    "watch",
     "processes",
     "parts",
     "data.cache",
@@ -281,7 +281,7 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Checkpoints and snapshots."""
+    """Checkpoints."""
 
     every: int = 200
     """Steps between checkpoints; 0 saves only at the end, and before the decay of schedule:wsd."""
@@ -305,19 +305,6 @@ class CheckpointConfig:
     compare_replicas: int = 100
     """Steps between comparisons of replicated arrays over devices, which find a defective one; 0
     compares only at every save."""
-    snapshot_every: int = 0
-    """Steps between snapshots in host memory, with parity, from which processes restarted by a
-    supervisor continue even if one host is lost; 0 keeps none."""
-    on_lost_stage: Literal["fail", "average"] = "fail"
-    """Action where neither a snapshot nor any checkpoint is whole: fail, or average, which takes
-    the newest that lost a pipeline stage and replaces each lost layer by the mean of its neighbours
-    (CheckFree). That changes the model; average also keeps in the state the gradient norms of the
-    layers, and with each stage the rows of embedding and head of the one before."""
-    recovery_steps: int = 100
-    """Steps after such a replacement with 1.1 times the learning rate; 0 for none."""
-    recompute: int = 0
-    """Steps between steps that are computed twice and must agree bitwise, which finds a chip that
-    computes wrongly; takes the memory of a second state. 0 never does."""
     initial: str | None = None
     """Run directory, or directory of checkpoints, from which a new run begins: see
     `initial_state`. Ignored by a run that has checkpoints."""
@@ -332,8 +319,7 @@ class CheckpointConfig:
     """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
 
     def __post_init__(self):
-        steps = ("every", "compare_replicas", "snapshot_every", "recovery_steps", "recompute")
-        _check_least(self, "checkpoint", 0, *steps)
+        _check_least(self, "checkpoint", 0, "every", "compare_replicas")
         _check_least(self, "checkpoint", 1, "max_failed_saves")
         if self.keep < 2:
             raise ValueError(
@@ -360,24 +346,6 @@ class TrackingConfig:
         names = [tracker.name for tracker in self.trackers]
         if len(set(names)) < len(names):
             raise ValueError(f"tracking.trackers={', '.join(names)}: name each at most once")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WatchConfig:
-    """Comparisons of the devices that share a batch; their losses are always compared."""
-
-    gradients_every: int = 0
-    """Steps between comparisons of the gradients of workers (the parts of the batch), which cost a
-    backward pass each; 0 never compares."""
-    gradient_groups: int = 8
-    """Largest number of parts for these comparisons; neighbouring workers are merged."""
-    links_every: int = 0
-    """Steps between measurements of the links between devices, with messages of 1 MiB; slow devices
-    and links are named; 0 never measures."""
-
-    def __post_init__(self):
-        _check_least(self, "watch", 0, "gradients_every", "links_every")
-        _check_least(self, "watch", 2, "gradient_groups")
 
 
 @with_field_docs
@@ -412,28 +380,34 @@ class PretrainConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out loss."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints and snapshots."""
+    """Checkpoints."""
     tracking: TrackingConfig = TrackingConfig()
     """Progress output, trackers and samples."""
     profile: ProfileConfig = ProfileConfig()
     """Traced steps."""
-    watch: WatchConfig = WatchConfig()
-    """Comparisons between devices."""
     processes: ProcessesConfig = ProcessesConfig()
     """Timeouts of processes."""
     parts: tuple[RunPartConfig, ...] = ()
-    """What else the run does; other packages add members."""
+    """What else the run does; `--NAME.field value` adds NAME, and other packages add members."""
 
     @property
     def step_parts(self) -> tuple[StepPart, ...]:
         """Parts of a step beside gradients, update and guard."""
-        addresses = (address for asks, address in STEP_PARTS if asks(self))
         repacked = self.assigner.step_parts if self.data.packs_levels else ()
-        return (
-            *self.training.step_parts,
-            *(pkgutil.resolve_name(name)() for name in addresses),
-            *repacked,
-        )
+        addresses = (address for part in self.parts for address in STEP_PARTS.get(part.name, ()))
+        of_parts = (pkgutil.resolve_name(address)() for address in addresses)
+        return (*self.training.step_parts, *of_parts, *repacked)
+
+    def part(self, name: str) -> RunPartConfig | None:
+        """Return a part of the run.
+
+        Args:
+            name: Its name in the catalogue.
+
+        Returns:
+            The config of the part; None if the run does without.
+        """
+        return next((part for part in self.parts if part.name == name), None)
 
     @property
     def assigner(self) -> Assigner:

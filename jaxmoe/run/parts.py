@@ -3,9 +3,10 @@
 """Parts of a run: what a capability does in a run that most runs do without.
 
 `jaxmoe.run.trainer.Trainer` calls the parts of a run where its own steps say so, and knows none by
-name. They are made before anything else of the run: those that its config, its environment or its
-history ask for (`jaxmoe/catalog/run_parts.py`), and then those that the tuple `parts` of the
-config names. A part is imported when a run asks for it.
+name. They are made before anything else of the run: those that a field of its config, its
+environment or its files ask for (`jaxmoe/catalog/run_parts.py`), and then those that the tuple
+`parts` of the config names, in the order of the catalogue. A part is imported when a run asks for
+it.
 
 To add a part: a class derived from `RunPart`, a config derived from `RunPartConfig` that builds it,
 and a row in `jaxmoe/catalog/runs.py`. `TimeLimit` is short.
@@ -22,6 +23,8 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
+from jaxmoe import catalog
+from jaxmoe.catalog import choice
 from jaxmoe.catalog.run_parts import FILES, HISTORY, PARTS, REQUESTS
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.assemble import Assembly, Setting
@@ -197,7 +200,7 @@ class RunPart:
 
 
 class ConfiguredPart(RunPart):
-    """A part that the config, the environment or the history of a run asks for.
+    """A part that a field of the config, the environment or a file of a run asks for.
 
     Args:
         config: Configuration of this start.
@@ -300,14 +303,19 @@ def make_parts(
         ValueError: The run cannot have a part, or its lineage.json is damaged.
     """
     names = {event.event for event in shared_lineage(directory)}
-    past = {address for name, address in HISTORY.items() if agree(name in names)}
-    past |= {FILES[name][0] for name in FILES if agree((directory.path / name).exists())}
+    past = {FILES[name][0] for name in FILES if agree((directory.path / name).exists())}
     addresses = [address for asks, address in PARTS if asks(config) or address in past]
     parts: list[RunPart] = [
         pkgutil.resolve_name(address)(config, directory, supervision) for address in addresses
     ]
     parts += [PartRequest(name, config, directory, supervision, parts) for name in REQUESTS]
-    parts += [member.build(directory, supervision) for member in config.parts]
+    chosen = {member.name: member for member in config.parts}
+    for event, name in HISTORY.items():
+        if agree(event in names) and name not in chosen:
+            chosen[name] = choice("run_part", name)()
+    order = [*catalog.names("run_part")]
+    for name in sorted(chosen, key=lambda name: order.index(name) if name in order else len(order)):
+        parts.append(chosen[name].build(directory, supervision))
     return parts
 
 

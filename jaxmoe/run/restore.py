@@ -140,6 +140,7 @@ class Lineage:
             checkpoints=checkpoints,
             shapes=assembly.state_shapes() if target is None else target,
             is_start=target is None,
+            replaces_lost=any(place is Place.LOST for place, _ in sources),
         )
         for _, source in sorted((*sources, *SOURCES), key=lambda source: source[0]):
             begun = source(search)
@@ -159,6 +160,8 @@ class Search:
     """Shapes and shardings of the state."""
     is_start: bool
     """Whether the run starts; False after a rollback."""
+    replaces_lost: bool = False
+    """Whether a source makes something of checkpoints of which none is whole."""
 
     @property
     def config(self) -> CheckpointConfig:
@@ -189,7 +192,7 @@ def from_checkpoint(search: Search) -> Begun | None:
             counts_steps=True,
         )
     except CheckpointsLostError:
-        if config.on_lost_stage == "fail":
+        if not search.replaces_lost:
             raise
         return None
     if restored is None:

@@ -199,6 +199,32 @@ def test_help_of_a_group_follows_the_choices(capsys):
     assert "did you mean 'model.moe.router'?" in refused(capsys, "--help", "model.moe.ruter")
 
 
+def parts(*argv):
+    recipes = {"default": PretrainConfig}
+    return parse(recipes, "default", argv, "python -m experiments.pretrain", "Trains.")[1].parts
+
+
+def test_a_flag_of_a_part_adds_it():
+    """And `--parts` chooses parts with their defaults, wherever it stands."""
+    snapshots = catalog.choice("run_part", "snapshots")
+    limit = catalog.choice("run_part", "time_limit")
+    assert parts("--snapshots.every", "3", "--time-limit.minutes=5") == (
+        snapshots(every=3),
+        limit(minutes=5.0),
+    )
+    words = ("--snapshots.every", "3", "--parts", "time_limit", "snapshots")
+    assert parts(*words) == (limit(), snapshots(every=3))
+    assert parts("--parts.0.minutes", "5", "--parts", "time_limit") == (limit(minutes=5.0),)
+
+
+def test_a_flag_that_moved_to_a_part_is_answered_with_the_new_one(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parts("--checkpoint.snapshot_every", "3")
+    assert stop.value.code == 2
+    said = "there is no flag --checkpoint.snapshot_every: it is --snapshots.every now"
+    assert said in capsys.readouterr().err
+
+
 def test_help_of_a_group_that_is_off_has_its_fields():
     page = help_page(PretrainConfig(), "execution.kernels", "prog", "A command.")
     assert PretrainConfig().execution.kernels is None

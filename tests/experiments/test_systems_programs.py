@@ -29,7 +29,7 @@ COMMANDS = set(re.findall(r"`((?:pretrain|finetune) [^`]+)`", PAGE))
 REPLICAS = "--execution.mesh.replica 4"
 SEQUENCES = "--execution.mesh.seq 4"
 STAGES = "--execution.mesh.stage 4"
-LOSABLE = f"{STAGES} --training.accumulation 2 --checkpoint.on_lost_stage average"
+LOSABLE = f"{STAGES} --training.accumulation 2 --parts check_free"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ GROUPS = {
         (
             f"{STAGES} execution.pipeline:gpipe",
             "--execution.mesh.stage 2 --training.accumulation 2 --execution.pipeline.chunks 2",
-            f"{STAGES} --checkpoint.on_lost_stage average",
+            f"{STAGES} --parts check_free",
         ),
         ("", STAGES, "--execution.mesh.stage 2 --training.accumulation 2"),
     ),
@@ -216,9 +216,13 @@ GROUPS = {
     "vocabulary": Group(shown_commands.layout, (STAGES,)),
     "comparisons of devices": Group(
         shown_commands.watched,
-        ("--watch.gradients_every 100", "--watch.gradients_every 10", "--watch.links_every 100"),
+        (
+            "--gradient_comparison.every 100",
+            "--gradient_comparison.every 10",
+            "--link_measurements.every 100",
+        ),
     ),
-    "snapshots": Group(shown_commands.snapshots, ("--checkpoint.snapshot_every 10",)),
+    "snapshots": Group(shown_commands.snapshots, ("--snapshots.every 10",)),
     "saves": Group(shown_commands.saves, ("--checkpoint.capture blocking",)),
     "rows": Group(shown_commands.rows, ("--data.partition 1/4",)),
 }

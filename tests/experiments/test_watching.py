@@ -14,6 +14,7 @@ from experiments.doctor.devices import tiny_config
 from jaxmoe.contrib.telemetry.gradients import (
     COSINE,
     GradientComparison,
+    GradientComparisonConfig,
     GradientHook,
     WorkerGradients,
 )
@@ -21,7 +22,7 @@ from jaxmoe.resilience.goodput import read_ledger
 from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.watchdog import Watchdog
 from jaxmoe.run.assemble import assemble
-from jaxmoe.run.config import TrackingConfig, WatchConfig
+from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import make_parts
 from jaxmoe.run.reporter import Reporter
@@ -42,8 +43,8 @@ def watched(tmp_path):
             config = tiny_config(8)
             training = dataclasses.replace(config.training, steps=40)
             tracking = TrackingConfig(console="plain", trackers=())
-            watch = WatchConfig(gradients_every=10, gradient_groups=4)
-            config = dataclasses.replace(config, training=training, tracking=tracking, watch=watch)
+            parts = (GradientComparisonConfig(every=10, groups=4),)
+            config = dataclasses.replace(config, training=training, tracking=tracking, parts=parts)
             assembly, directory = assemble(config), RunDirectory(tmp_path)
             reporter = stack.enter_context(
                 contextlib.closing(Reporter("r", directory, assembly, 0))
@@ -114,10 +115,10 @@ def test_gradients_are_compared_and_judged(watched, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"gradients_every": -1}, "watch.gradients_every=-1 must be 0 or more"),
-        ({"gradient_groups": 1}, "watch.gradient_groups=1 must be at least 2"),
+        ({"every": -1}, "gradient_comparison.every=-1 must be above 0"),
+        ({"groups": 1}, "gradient_comparison.groups=1 must be at least 2"),
     ],
 )
 def test_refusals(given, message):
     with pytest.raises(ValueError, match=message):
-        WatchConfig(**given)
+        GradientComparisonConfig(**given)

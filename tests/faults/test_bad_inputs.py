@@ -180,7 +180,7 @@ COMMANDS = {
         r"training\.batch_size=8 must be divisible by the 4 devices .* choose a multiple of 16",
     ),
     "comparisons of gradients on stages": (
-        [*mesh(stage=2, data=4), "--model.num_layers", "2", "--watch.gradients_every", "3"],
+        [*mesh(stage=2, data=4), "--model.num_layers", "2", "--gradient_comparison.every", "3"],
         r"watch\.gradients_every=3 compares .* execution\.mesh\.stage=2 .* to 0",
     ),
     "stages": (

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose only checkpoint lacks the files of a stage (`checkpoint.on_lost_stage`)."""
+"""Runs whose only checkpoint lacks the files of a stage (`--parts check_free`)."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ from tests.support.stage_files import lose_stage, split_by_stage
 pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
 STAGES, FIRST, LAST, LOST = 4, 16, 24, 1
-AVERAGE = ("--checkpoint.on_lost_stage", "average", "--checkpoint.recovery_steps", "4")
+AVERAGE = ("--parts", "check_free", "--check_free.recovery_steps", "4")
 
 
 def _command(run, *more):
@@ -155,7 +155,7 @@ def test_four_processes_average_a_snapshot_and_then_a_checkpoint(tmp_path, monke
     victim.write_text(VICTIM)
     words = ("--execution.mesh.stage", "4", "--training.accumulation", "2")
     words += ("--model.num_layers", "4", "--checkpoint.every", "6", "--evaluation.every", "0")
-    words += ("--checkpoint.snapshot_every", "3", "--tracking.print_every", "1", *AVERAGE)
+    words += ("--snapshots.every", "3", "--tracking.print_every", "1", *AVERAGE)
     given = flags(tmp_path / "run", 9, *words)
     experts = given.index("--model.moe.expert_dim")
     given = [*given[:experts], *given[experts + 2 :], "model.moe:none"]

@@ -126,7 +126,7 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, monkeypatch):
         return faulty
 
     monkeypatch.setattr(trainer, "compile_steps", faulty_steps)
-    more = ("--checkpoint.every", "2", "--checkpoint.recompute", "2", "--execution.mesh.data", "8")
+    more = ("--checkpoint.every", "2", "--recomputation.every", "2", "--execution.mesh.data", "8")
     assert pretrain.main(flags(tmp_path / "run", 6, *more)) == ExitCode.CORRUPTED
     assert "step 4: device" in caplog.text and "transient" in caplog.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

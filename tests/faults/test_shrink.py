@@ -71,7 +71,7 @@ def test_two_of_three_processes_go_on_from_memory(tmp_path, monkeypatch, capsys)
     )
     victim = tmp_path / "victim.py"
     victim.write_text(VICTIM)
-    snapshots = ("--checkpoint.snapshot_every", "2")
+    snapshots = ("--snapshots.every", "2")
     code = supervised(tmp_path, "lost", [str(victim)], 3, *snapshots)
     printed = capsys.readouterr().out
     assert code == ExitCode.DONE, printed

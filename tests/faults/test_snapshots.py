@@ -303,12 +303,12 @@ def supervision():
 def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(
     tmp_path, monkeypatch, caplog, supervision
 ):
-    given = flags(tmp_path / "run", 9, "--checkpoint.snapshot_every", "2")
+    given = flags(tmp_path / "run", 9, "--snapshots.every", "2")
     _, config = cli.parse(RECIPES, DEFAULT, given, "pretrain", "")
     assembly, directory = assemble(config), RunDirectory(tmp_path / "run")
     monkeypatch.delenv(SNAPSHOTS, raising=False)
     assert open_snapshots(assembly, directory) is None
-    assert "checkpoint.snapshot_every=2 keeps nothing: start the run with" in caplog.text
+    assert "the part snapshots keeps nothing: start the run with" in caplog.text
     monkeypatch.setenv(SNAPSHOTS, str(tmp_path / "memory"))
     state = assembly.new_state()
     snapshots = Snapshots(config, directory, supervision)
@@ -428,7 +428,7 @@ def test_a_lost_host_of_four_is_restored_without_the_checkpoints(tmp_path, monke
         "--evaluation.batches",
         "1",
     )
-    kept = ("--checkpoint.every", "5", "--checkpoint.snapshot_every", "3")
+    kept = ("--checkpoint.every", "5", "--snapshots.every", "3")
     starts, printed = {}, {}
     for name, script in {"alone": ["-m", "experiments.pretrain"], "lost": [str(victim)]}.items():
         given = flags(tmp_path / name, 14, *more, *(kept if name == "lost" else ()))

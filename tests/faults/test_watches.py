@@ -120,8 +120,16 @@ sys.exit(pretrain.main(sys.argv[1:]))
 def test_a_sleeping_process_is_named_by_its_links(tmp_path, monkeypatch):
     """In log, metrics, summary and report; nothing before it sleeps, and nothing else."""
     directory = tmp_path / "run"
-    more = ("--execution.mesh.data", "4", "--watch.links_every", "2", "--tracking.sample_length")
-    more = (*more, "0", "--tracking.print_every", "100", "--checkpoint.every", "0")
+    more = ("--execution.mesh.data", "4", "--link_measurements.every", "2")
+    more = (
+        *more,
+        "--tracking.sample_length",
+        "0",
+        "--tracking.print_every",
+        "100",
+        "--checkpoint.every",
+        "0",
+    )
     more = (*more, "--execution.host_order", "1", "0")
     address, running = f"127.0.0.1:{free_port()}", []
     try:

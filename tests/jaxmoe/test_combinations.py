@@ -66,6 +66,8 @@ HOST = {
     "execution.remat": "full",
 }
 ON_DEVICE = {"execution.parameter_memory": "device"}
+COMPARED = {"parts": (choice("run_part", "gradient_comparison")(),)}
+NO_PARTS = {"parts": ()}
 WORKERS = {"replicas": choice("replicas", "diloco")()}
 NO_WORKERS = {"replicas": choice("replicas", "none")()}
 ANSWERS = {
@@ -91,7 +93,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     ),
     (STAGES | LEVELS, BEST_FIT),
     (STAGES | IN_HOST | {"execution.optimizer_parts": 2}, {"execution.optimizer_parts": 1}),
-    (STAGES | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    (STAGES | COMPARED, NO_PARTS),
     ({"execution.optimizer_parts": 2}, IN_HOST),
     (RING | HALO, FULL),
     (RING | {"execution.precision.weights": "w8a16"}, WHOLE),
@@ -141,7 +143,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         ANSWERS | {"training.batch_ramp": BatchRampConfig(stages=1)},
         {"training.batch_ramp": None},
     ),
-    (ANSWERS | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    (ANSWERS | COMPARED, NO_PARTS),
     (
         {
             "checkpoint.initial": "runs/a",
@@ -184,9 +186,9 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (FILES | STAGES, ONE_STAGE),
     (FILES | HOST | FILES, ON_DEVICE),
     (FILES | DETAILED, BRIEF),
-    (FILES | {"checkpoint.recompute": 5}, {"checkpoint.recompute": 0}),
-    (FILES | {"checkpoint.snapshot_every": 5}, IN_HOST),
-    (FILES | {"checkpoint.on_lost_stage": "average"}, {"checkpoint.on_lost_stage": "fail"}),
+    (FILES | {"parts": (choice("run_part", "recomputation")(),)}, NO_PARTS),
+    (FILES | {"parts": (choice("run_part", "snapshots")(),)}, IN_HOST),
+    (FILES | {"parts": (choice("run_part", "check_free")(),)}, NO_PARTS),
     (HOST | {"execution.remat": "dots"}, {"execution.remat": "offload"}),
     (HOST | {"execution.remat_dense": "none"}, {"execution.remat_dense": "full"}),
     (HOST | {"execution.optimizer_memory": "device"}, IN_HOST),
@@ -220,7 +222,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (SKIPPING | DETAILED, BRIEF),
     (SKIPPING | LEVELS, BEST_FIT),
     (FORWARD | DETAILED, BRIEF),
-    (FORWARD | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    (FORWARD | COMPARED, NO_PARTS),
     (FORWARD | LEVELS, BEST_FIT),
     (
         FORWARD | {"execution.mesh.replica": 2, "execution.rules": "hybrid"},
@@ -248,8 +250,8 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (WORKERS | {"execution.rules": "hybrid"}, {"execution.rules": "zero2"}),
     (WORKERS | IN_HOST, {"execution.optimizer_memory": "device"}),
     (WORKERS | LEVELS, BEST_FIT),
-    (WORKERS | {"checkpoint.on_lost_stage": "average"}, {"checkpoint.on_lost_stage": "fail"}),
-    (WORKERS | {"watch.gradients_every": 5}, {"watch.gradients_every": 0}),
+    (WORKERS | {"parts": (choice("run_part", "check_free")(),)}, NO_PARTS),
+    (WORKERS | COMPARED, NO_PARTS),
     (WORKERS | FORWARD, NO_WORKERS),
     (WORKERS | {"training.average": choice("average", "fixed")()}, NO_WORKERS),
     (WORKERS | ANSWERS, NO_WORKERS),

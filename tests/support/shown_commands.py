@@ -26,9 +26,6 @@ from experiments.cli import flags as cli
 from experiments.finetune import finetune_config
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
-from jaxmoe.contrib.survival.devices import LinkMeasurements
-from jaxmoe.contrib.survival.snapshots import Snapshots
-from jaxmoe.contrib.telemetry.gradients import GradientComparison
 from jaxmoe.contrib.token_routes.token_shuffle import TokenTables
 from jaxmoe.contrib.token_routes.token_tables import save_tables
 from jaxmoe.data import Source
@@ -106,28 +103,26 @@ def program(assembly: Assembly, directory: pathlib.Path) -> str:
 
 def watched(assembly: Assembly, directory: pathlib.Path) -> dict[str, list[int]]:
     """The steps of the run after which devices are compared, by what compares them."""
-    watches, watch = _watches(assembly, directory), assembly.plan.config.watch
+    watches = _watches(assembly, directory)
     hooks = list(watches.hooks())
-    for every, kind in (
-        (watch.gradients_every, GradientComparison),
-        (watch.links_every, LinkMeasurements),
-    ):
-        if every:
-            hooks += _part(kind, assembly, directory).hooks(assembly, watches)
+    for part in _parts(assembly, directory):
+        hooks += part.hooks(assembly, watches)
     return {type(hook).__name__: _due(hook, assembly) for hook in hooks}
 
 
 def snapshots(assembly: Assembly, directory: pathlib.Path) -> list[int]:
     """The steps of a supervised run after which the state is kept in memory."""
-    part = _part(Snapshots, assembly, directory)
-    part.prepare(assembly)
-    hooks = part.hooks(assembly, _watches(assembly, directory))
+    hooks = []
+    for part in _parts(assembly, directory):
+        part.prepare(assembly)
+        hooks += part.hooks(assembly, _watches(assembly, directory))
     return [step for hook in hooks for step in _due(hook, assembly)]
 
 
-def _part(kind: Any, assembly: Assembly, directory: pathlib.Path) -> RunPart:
-    """Return a part that reads nothing of its process."""
-    return kind(assembly.plan.config, RunDirectory(directory), None)
+def _parts(assembly: Assembly, directory: pathlib.Path) -> list[RunPart]:
+    """Return the parts of a run, which read nothing of their process."""
+    run_directory = RunDirectory(directory)
+    return [part.build(run_directory, None) for part in assembly.plan.config.parts]
 
 
 def saves(assembly: Assembly, directory: pathlib.Path) -> list[tuple[int, bool]]:

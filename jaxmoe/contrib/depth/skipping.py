@@ -17,7 +17,7 @@ micro-batch, and then no time is saved.
 With `order=swapped_ends` half of the micro-batches pass through the first two groups, and through
 the last two, in the other order (CheckFree+, arXiv 2506.15461). A group beside an end then learns
 its place, so that a copy of it costs less where the end is lost with a device
-(`checkpoint.on_lost_stage=average`). Layers keep their routers and their noise in either order.
+(`--parts check_free`). Layers keep their routers and their noise in either order.
 """
 
 from __future__ import annotations

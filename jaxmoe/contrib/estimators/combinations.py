@@ -30,9 +30,9 @@ ROWS: Final = (
     ),
     Row(
         _FORWARD,
-        is_set("watch.gradients_every"),
+        member("parts.*", "gradient_comparison", shown="parts"),
         "{second} compares gradients of backward passes, and {first} has none",
-        "set watch.gradients_every to 0",
+        "leave gradient_comparison out of parts",
     ),
     Row(
         _FORWARD,

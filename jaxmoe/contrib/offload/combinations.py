@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.combinations import Choice, Row, above, differs, equals, is_set
+from jaxmoe.combinations import Choice, Row, above, differs, equals, is_set, member
 from sharding.state_layouts import STATE_LAYOUTS
 
 _HOST: Final = equals("execution.parameter_memory", "host")
@@ -51,19 +51,19 @@ ROWS: Final = (
         "set execution.telemetry to brief",
     ),
     _file_row(
-        is_set("checkpoint.recompute"),
+        member("parts.*", "recomputation", shown="parts"),
         "{second} copies the optimizer state, and {first} keeps it out of memory",
-        "set checkpoint.recompute to 0",
+        "leave recomputation out of parts",
     ),
     _file_row(
-        is_set("checkpoint.snapshot_every"),
+        member("parts.*", "snapshots", shown="parts"),
         "{second} copies the optimizer state, and {first} keeps it out of memory",
-        "set checkpoint.snapshot_every to 0",
+        "leave snapshots out of parts",
     ),
     _file_row(
-        equals("checkpoint.on_lost_stage", "average"),
+        member("parts.*", "check_free", shown="parts"),
         "{second} keeps gradient norms, and {first} writes parameters over the gradients",
-        "set checkpoint.on_lost_stage to fail",
+        "leave check_free out of parts",
     ),
     _host_row(
         differs("execution.remat", "full", "offload"),

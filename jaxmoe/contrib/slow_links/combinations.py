@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.combinations import Row, above, differs, equals, is_set, that, trait
+from jaxmoe.combinations import Row, above, differs, equals, is_set, member, that, trait
 
 _WORKERS: Final = that("replicas", "with workers", lambda method: method.exchanges != "nothing")
 _MERGED: Final = that(
@@ -40,15 +40,15 @@ ROWS: Final = (
     ),
     Row(
         _WORKERS,
-        equals("checkpoint.on_lost_stage", "average"),
+        member("parts.*", "check_free", shown="parts"),
         "{second} weighs layers by the gradients of one model, and {first} trains several",
-        "set checkpoint.on_lost_stage to fail",
+        "leave check_free out of parts",
     ),
     Row(
         _WORKERS,
-        is_set("watch.gradients_every"),
+        member("parts.*", "gradient_comparison", shown="parts"),
         "{second} compares gradients of equal parameters, and workers of {first} have their own",
-        "set watch.gradients_every to 0",
+        "leave gradient_comparison out of parts",
     ),
     Row(
         _WORKERS,

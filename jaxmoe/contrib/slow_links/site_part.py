@@ -271,8 +271,8 @@ def _check_site(config: PretrainConfig, site: SiteConfig, mesh: MeshConfig) -> N
             f" sites times micro-batches times devices that share a batch"
             f" ({parts * mesh.batch_shards})"
         )
-    if config.checkpoint.recompute:
+    if config.part("recomputation") is not None:
         raise ValueError(
-            f"{where}, and checkpoint.recompute={config.checkpoint.recompute} repeats steps with"
-            " their exchanges: set checkpoint.recompute to 0"
+            f"{where}, and parts:recomputation repeats steps with their exchanges: leave"
+            " recomputation out of parts"
         )

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Restores a step that lacks a part, such as a pipeline stage (`checkpoint.on_lost_stage=average`).
+"""Restores a step that lacks a part, such as a pipeline stage (`--parts check_free`).
 
 Used only where no snapshot and no checkpoint is whole: with the snapshot of which the fewest
 processes are lost, or else with the newest damaged checkpoint. What is lost is replaced:
@@ -13,7 +13,7 @@ processes are lost, or else with the newest damaged checkpoint. What is lost is 
     everything else            the values of a new run
     counters                   nothing: the step is refused
 
-The learning rate is higher for `checkpoint.recovery_steps` steps. A log line, the run's lineage and
+The learning rate is higher for `check_free.recovery_steps` steps. A log line, the run's lineage and
 its summary record what was replaced.
 """
 
@@ -24,7 +24,7 @@ import logging
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +56,13 @@ from jaxmoe.contrib.survival.surviving import (
 )
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.parts import ConfiguredPart
+from jaxmoe.run.config import PretrainConfig, RunPartConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage, shared_lineage
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
+from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
@@ -116,7 +119,7 @@ def restore_averaged(
             reasons.append(str(error))
     if reasons:
         raise CheckpointError(
-            "checkpoint.on_lost_stage=average cannot replace what is lost:"
+            "parts:check_free cannot replace what is lost:"
             f" {'; '.join(reasons)}: start in another directory, or restore a copy"
         )
     return None
@@ -337,31 +340,63 @@ def _changes(
     return tuple(changes) or ("optimiser state or records are new where they are lost",)
 
 
-class Replacement(ConfiguredPart):
-    """Replaces what is lost of a state, and records it in lineage and summary."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckFreeConfig(RunPartConfig):
+    """Replaces the layers of a lost pipeline stage by the mean of their neighbours.
+
+    Used where neither a snapshot nor any checkpoint is whole, with the newest that lost a stage. It
+    changes the model, and keeps in the state the gradient norms of the layers, and with each stage
+    the rows of embedding and head of the one before.
+    """
+
+    name: ClassVar[str] = "check_free"
+
+    recovery_steps: int = 100
+    """Steps after such a replacement with 1.1 times the learning rate; 0 for none."""
+
+    def __post_init__(self):
+        if self.recovery_steps < 0:
+            raise ValueError(f"{self.name}.recovery_steps={self.recovery_steps} must be 0 or more")
+
+    def build(self, directory: RunDirectory, supervision: Supervision) -> Replacement:
+        """Return the part."""
+        del supervision
+        return Replacement(directory)
+
+
+class Replacement(RunPart):
+    """Replaces what is lost of a state, and records it in lineage and summary.
+
+    Args:
+        directory: Run directory.
+    """
+
+    def __init__(self, directory: RunDirectory):
+        self._directory = directory
+        self._replaces = False
 
     def prepare(self, assembly: Assembly) -> Assembly:
         """Return the assembly with a higher learning rate after the steps of replacements."""
+        self._replaces = assembly.plan.config.part(CheckFreeConfig.name) is not None
         is_first = jax.process_index() == 0
-        events = shared_lineage(self.directory)
+        events = shared_lineage(self._directory)
         steps = [event.step for event in events if event.event == AVERAGED]
         shared = share(np.asarray(steps, np.int32), is_first)
         return with_raised_rate(assembly, tuple(shared.tolist()))
 
     def sources(self) -> Sequence[PlacedSource]:
         """Return the newest damaged checkpoint, if what it lost is to be replaced."""
-        averages = self.config.checkpoint.on_lost_stage == "average"
-        return ((Place.LOST, _from_damaged),) if averages else ()
+        return ((Place.LOST, _from_damaged),) if self._replaces else ()
 
     def record(self, begun: Begun) -> None:
         """Record what was replaced, if anything."""
         if begun.changes and jax.process_index() == 0:
             event = Event(event=AVERAGED, step=begun.step, changes=begun.changes)
-            add_event(self.directory, event)
+            add_event(self._directory, event)
 
     def rows(self) -> Mapping[str, Any]:
         """Return what was replaced in the run so far, if anything."""
-        events = read_lineage(self.directory) if jax.process_index() == 0 else ()
+        events = read_lineage(self._directory) if jax.process_index() == 0 else ()
         replaced = [str(event) for event in events if event.event == AVERAGED]
         return {"averaged": replaced} if replaced else {}
 
@@ -391,6 +426,12 @@ def begun_with(search: Search, averaged: Averaged) -> Begun:
     return dataclasses.replace(begun, assembly=raised, changes=averaged.changes)
 
 
+def _recovery_steps(config: PretrainConfig) -> int:
+    """Return the steps with a higher rate; the default where the run was averaged before."""
+    chosen = [part for part in config.parts if isinstance(part, CheckFreeConfig)]
+    return (chosen or [CheckFreeConfig()])[0].recovery_steps
+
+
 def with_raised_rate(assembly: Assembly, steps: tuple[int, ...]) -> Assembly:
     """Return an assembly whose learning rate is higher after some steps.
 
@@ -399,7 +440,7 @@ def with_raised_rate(assembly: Assembly, steps: tuple[int, ...]) -> Assembly:
         steps: Steps at which the run was averaged.
     """
     plan = assembly.plan
-    length = plan.config.checkpoint.recovery_steps
+    length = _recovery_steps(plan.config)
     raised = tuple(sorted({*plan.raised, *steps}))
     if not length or raised == plan.raised:
         return assembly

@@ -14,19 +14,24 @@ import logging
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from jaxmoe.configs import fingerprint, to_json
-from jaxmoe.contrib.survival.recovery import begun_with, restore_averaged_snapshot
+from jaxmoe.contrib.survival.recovery import (
+    CheckFreeConfig,
+    begun_with,
+    restore_averaged_snapshot,
+)
 from jaxmoe.contrib.survival.snapshot_store import Restored, SnapshotStore
+from jaxmoe.layers.context import require_positive
 from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import FREE_FIELDS, PretrainConfig
+from jaxmoe.run.config import FREE_FIELDS, PretrainConfig, RunPartConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.parts import ConfiguredPart
+from jaxmoe.run.parts import RunPart
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Hook
@@ -38,42 +43,68 @@ logger = logging.getLogger(__name__)
 
 
 def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore | None:
-    """Return the snapshots of this process; None if they are off or would not be kept.
+    """Return the snapshots of this process; None if they would not be kept.
 
     Args:
         assembly: Plan, devices and data of the run.
         directory: Run directory; snapshots of other runs are ignored.
     """
-    config = assembly.plan.config
-    if not config.checkpoint.snapshot_every:
-        return None
     where = os.environ.get(SNAPSHOTS, "")
     has = gather(np.asarray([bool(where)], np.int32)).reshape(-1)
     if not has.all():
         if jax.process_index() == 0:
             lacking = f"; {SNAPSHOTS} is not set for {int((has == 0).sum())} processes"
             logger.warning(
-                "checkpoint.snapshot_every=%d keeps nothing: start the run with `python -m"
-                " experiments.launch --supervise`, which keeps snapshots in memory%s",
-                config.checkpoint.snapshot_every,
+                "the part snapshots keeps nothing: start the run with `python -m experiments.launch"
+                " --supervise`, which keeps snapshots in memory%s",
                 lacking if has.any() else "",
             )
         return None
-    return SnapshotStore(where, run=f"{directory.path.absolute()} {_decisive(config)}")
+    return SnapshotStore(
+        where, run=f"{directory.path.absolute()} {_decisive(assembly.plan.config)}"
+    )
 
 
-class Snapshots(ConfiguredPart):
-    """Keeps snapshots every few steps, from which processes restarted by a supervisor continue."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotsConfig(RunPartConfig):
+    """Keeps the state in host memory, with parity: restarted processes continue from there.
 
-    def __init__(self, config: PretrainConfig, directory: RunDirectory, supervision: Supervision):
-        super().__init__(config, directory, supervision)
-        self._averages = config.checkpoint.on_lost_stage == "average"
+    They need a supervisor, and continue even if one host is lost.
+    """
+
+    name: ClassVar[str] = "snapshots"
+
+    every: int = 10
+    """Steps between snapshots."""
+
+    def __post_init__(self):
+        require_positive(self.name, self, "every")
+
+    def build(self, directory: RunDirectory, supervision: Supervision) -> Snapshots:
+        """Return the part."""
+        del supervision
+        return Snapshots(self.every, directory)
+
+
+class Snapshots(RunPart):
+    """Keeps snapshots every few steps, from which processes restarted by a supervisor continue.
+
+    Args:
+        every: Steps between snapshots.
+        directory: Run directory.
+    """
+
+    def __init__(self, every: int, directory: RunDirectory):
+        self._every = every
+        self._directory = directory
+        self._averages = False
         self._store: SnapshotStore | None = None
         self._restored: int | None = None
 
     def prepare(self, assembly: Assembly) -> Assembly:
         """Open the snapshots of this process."""
-        self._store = open_snapshots(assembly, self.directory)
+        self._averages = assembly.plan.config.part(CheckFreeConfig.name) is not None
+        self._store = open_snapshots(assembly, self._directory)
         return assembly
 
     def sources(self) -> Sequence[PlacedSource]:
@@ -99,7 +130,7 @@ class Snapshots(ConfiguredPart):
             self._store,
             config=to_json(dataclasses.replace(config, model=assembly.plan.model)),
             position=assembly.loader.position,
-            every=config.checkpoint.snapshot_every,
+            every=self._every,
             last_step=config.training.steps,
             before=watches.reporter.flush,
         )
@@ -162,7 +193,7 @@ class SnapshotHook:
         store: Snapshots of this process.
         config: Config of the run as JSON.
         position: Data position after a number of steps.
-        every: Steps between snapshots; 0 disables them.
+        every: Steps between snapshots.
         last_step: Last step of the run.
         before: Called before each snapshot, to flush what belongs to its steps.
     """
@@ -186,7 +217,7 @@ class SnapshotHook:
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is a multiple of `every` and not the last."""
-        return self._every > 0 and step % self._every == 0 and step < self._last_step
+        return step % self._every == 0 and step < self._last_step
 
     def run(self, step: int, state: TrainState) -> None:
         """Copy the state; writing continues in the background."""

@@ -17,10 +17,11 @@ names those that differ.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,13 @@ from jaxtyping import Array, Float
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import require_positive
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.parts import ConfiguredPart
-from jaxmoe.run.supervision import Watches
+from jaxmoe.run.config import RunPartConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.parts import RunPart
+from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.accumulation import first_micro_batch
 from jaxmoe.training.hooks import Hook
@@ -171,15 +175,44 @@ _PROBES = 4
 """Number of probes over which a worker must differ."""
 
 
-class GradientComparison(ConfiguredPart):
-    """Compares the gradients of the workers every few steps."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GradientComparisonConfig(RunPartConfig):
+    """Compares the gradients of workers, the parts of the batch, and names those that differ."""
+
+    name: ClassVar[str] = "gradient_comparison"
+
+    every: int = 100
+    """Steps between comparisons, which cost a backward pass for each worker."""
+    groups: int = 8
+    """Largest number of parts of the batch; neighbouring workers are merged."""
+
+    def __post_init__(self):
+        require_positive(self.name, self, "every")
+        if self.groups < 2:
+            raise ValueError(f"{self.name}.groups={self.groups} must be at least 2")
+
+    def build(self, directory: RunDirectory, supervision: Supervision) -> GradientComparison:
+        """Return the part."""
+        del directory, supervision
+        return GradientComparison(self)
+
+
+class GradientComparison(RunPart):
+    """Compares the gradients of the workers every few steps.
+
+    Args:
+        config: Steps between comparisons, and parts of the batch.
+    """
+
+    def __init__(self, config: GradientComparisonConfig):
+        self._config = config
 
     def hooks(self, assembly: Assembly, watches: Watches) -> Sequence[Hook]:
         """Return the hook that compares; none for one worker."""
         workers = assembly.workers.number
         if workers == 1:
             return ()
-        groups = max(n for n in range(1, self.config.watch.gradient_groups + 1) if workers % n == 0)
+        groups = max(n for n in range(1, self._config.groups + 1) if workers % n == 0)
         groups = groups if groups > 1 else workers  # the number of workers is prime
 
         @functools.cache
@@ -189,7 +222,7 @@ class GradientComparison(ConfiguredPart):
                 workers=groups,
                 execution=assembly.execution,
                 accumulation=assembly.micro_batches(rows),
-                objective=self.config.training.objective,
+                objective=assembly.plan.config.training.objective,
             )
 
         def report(step: int, gradients: WorkerGradients) -> None:
@@ -199,8 +232,8 @@ class GradientComparison(ConfiguredPart):
         hook = GradientHook(
             lambda state, batch: probe_of(batch.tokens.shape[0])(state, batch),
             assembly.feed.batch,
-            every=self.config.watch.gradients_every,
-            last_step=self.config.training.steps,
+            every=self._config.every,
+            last_step=assembly.plan.config.training.steps,
             report=report,
         )
         return (hook,)

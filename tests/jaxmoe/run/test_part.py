@@ -7,9 +7,13 @@ import inspect
 import pkgutil
 import subprocess
 import sys
+import types
 
 import pytest
 
+from jaxmoe import catalog
+from jaxmoe.catalog import choice
+from jaxmoe.catalog.run_parts import STEP_PARTS
 from jaxmoe.contrib.elastic.resizing import Resizing
 from jaxmoe.contrib.elastic.shrink import Shrink
 from jaxmoe.contrib.ensembles.kept_partition import KeptPartition
@@ -17,14 +21,19 @@ from jaxmoe.contrib.offload.optimizer_files import OptimizerFiles
 from jaxmoe.contrib.slow_links.run_part import ReplicasPart
 from jaxmoe.contrib.slow_links.site_part import Site
 from jaxmoe.contrib.slow_links.sites.config import VARIABLE
-from jaxmoe.contrib.survival.devices import LinkMeasurements, Recomputation
-from jaxmoe.contrib.survival.recovery import Replacement
-from jaxmoe.contrib.survival.snapshots import Snapshots
+from jaxmoe.contrib.survival.devices import (
+    LinkMeasurements,
+    LinkMeasurementsConfig,
+    Recomputation,
+    RecomputationConfig,
+)
+from jaxmoe.contrib.survival.recovery import CheckFreeConfig, Replacement
+from jaxmoe.contrib.survival.snapshots import Snapshots, SnapshotsConfig
 from jaxmoe.contrib.telemetry.gradients import GradientComparison
 from jaxmoe.contrib.telemetry.part import Telemetry
 from jaxmoe.resilience.shared_memory import ELASTIC
 from jaxmoe.run import Run, prepare
-from jaxmoe.run.config import CheckpointConfig, PretrainConfig, WatchConfig
+from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import (
     FILES,
@@ -89,31 +98,36 @@ def test_the_table_has_every_part():
     assert direct | {*ConfiguredPart.__subclasses__()} == set(MEMBERS)
     addresses = {address for _, address in PARTS} | {
         *(part for part, _ in FILES.values()),
-        *HISTORY.values(),
         *REQUESTS.values(),
     }
-    assert {pkgutil.resolve_name(address) for address in addresses} == {*MEMBERS} - {
-        PartRequest,
-        TimeLimit,
-    }
+    asked_for = {pkgutil.resolve_name(address) for address in addresses}
+    supervision = types.SimpleNamespace(stop=None)
+    chosen = catalog.names("run_part")
+    built = {type(choice("run_part", name)().build(None, supervision)) for name in chosen}
+    assert asked_for | built == {*MEMBERS} - {PartRequest}
+    assert {*HISTORY.values(), *STEP_PARTS} <= {*chosen}
 
 
 NAMES = {
     "default": (PretrainConfig(), {}, ("PartRequest",)),
     "all": (
         PretrainConfig(
-            checkpoint=CheckpointConfig(snapshot_every=2, on_lost_stage="average", recompute=3),
-            watch=WatchConfig(links_every=4),
-            parts=(TimeLimitConfig(),),
+            parts=(
+                TimeLimitConfig(),
+                LinkMeasurementsConfig(every=4),
+                RecomputationConfig(every=3),
+                CheckFreeConfig(),
+                SnapshotsConfig(every=2),
+            ),
         ),
         {"JAXMOE_ELASTIC": "shrink"},
         (
+            "Shrink",
+            "PartRequest",
             "Snapshots",
             "Replacement",
-            "Shrink",
             "Recomputation",
             "LinkMeasurements",
-            "PartRequest",
             "TimeLimit",
         ),
     ),
@@ -148,7 +162,7 @@ def test_the_history_of_a_run_asks_for_a_part(tmp_path):
         add_event(directory, Event(event="averaged", step=3, changes=("layer 1",)))
     with library_supervision(config.processes) as supervision:
         parts = make_parts(config, directory, supervision)
-    assert [type(part) for part in parts] == [Replacement, PartRequest]
+    assert [type(part) for part in parts] == [PartRequest, Replacement]
 
 
 def test_variables_of_the_table_are_those_of_their_owners():
@@ -159,6 +173,7 @@ def test_a_default_run_imports_no_part():
     """Nor what only parts need."""
     program = f"""
 import sys
+import types
 from experiments import pretrain
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory

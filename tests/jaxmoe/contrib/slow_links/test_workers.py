@@ -25,10 +25,11 @@ from jaxmoe.contrib.slow_links import site_part as sites
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
 from jaxmoe.contrib.slow_links.sites import LeftOutError, Rounds
 from jaxmoe.contrib.slow_links.sites.config import VARIABLE
+from jaxmoe.contrib.survival.devices import RecomputationConfig
 from jaxmoe.errors import ConfigurationError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.run import Run
-from jaxmoe.run.config import CheckpointConfig, TrainingConfig
+from jaxmoe.run.config import TrainingConfig
 from jaxmoe.training.replicas import SynchronousConfig
 from sharding.mesh import MeshConfig
 from tests.jaxmoe.run.test_run import config
@@ -287,9 +288,9 @@ SITE_REFUSED = {
         " execution.mesh.replica=2 must be 1, and 1 processes must be 1",
     ),
     "recompute": (
-        _config(DiLoCoConfig(), checkpoint=CheckpointConfig(recompute=2)),
-        "JAXMOE_ISLAND makes this run site 0 of 2, and checkpoint.recompute=2 repeats steps with"
-        " their exchanges: set checkpoint.recompute to 0",
+        _config(DiLoCoConfig(), parts=(RecomputationConfig(every=2),)),
+        "JAXMOE_ISLAND makes this run site 0 of 2, and parts:recomputation repeats steps with their"
+        " exchanges: leave recomputation out of parts",
     ),
 }
 

@@ -241,7 +241,7 @@ def test_a_snapshot_that_lost_two_stages_is_averaged(tmp_path, caplog):
 
 
 def test_the_rate_is_raised_once_for_each_step_that_was_averaged(tmp_path):
-    words = ("--checkpoint.on_lost_stage", "average", "--checkpoint.recovery_steps", "3")
+    words = ("--parts", "check_free", "--check_free.recovery_steps", "3")
     _, config = cli.parse(RECIPES, DEFAULT, flags(tmp_path, 12, *words), "pretrain", "")
     plain = assemble(config)
     raised = plain
@@ -287,7 +287,7 @@ def test_too_much_damage_is_refused(shelf, lost, message):
         (shelf / "7" / "files.json").unlink()
     with pytest.raises(CheckpointError, match=message) as refused:
         _restore(shelf)
-    assert "on_lost_stage=average cannot replace what is lost" in str(refused.value)
+    assert "parts:check_free cannot replace what is lost" in str(refused.value)
 
 
 def test_abandoned_steps_are_not_restored(shelf, tmp_path):

@@ -160,7 +160,7 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "spsa": ("training.gradients:spsa",),
     "seed_pool": ("training.gradients:seed_pool", "--training.gradients.seeds", "16"),
     "evolution": ("training.gradients:evolution", "--training.clip", "None"),
-    "snapshots": ("--checkpoint.snapshot_every", "2"),
+    "snapshots": ("--snapshots.every", "2"),
     "optimizer_in_files": (
         "--execution.optimizer_memory",
         "files",
@@ -168,10 +168,10 @@ _FLAGS: dict[str, tuple[str, ...]] = {
         "2",
         *TWO_LAYERS,
     ),
-    "recomputed": ("--checkpoint.recompute", "2"),
+    "recomputed": ("--recomputation.every", "2"),
     "blocking_saves": ("--checkpoint.capture", "blocking", "--checkpoint.every", "2"),
-    "layer_norms": ("--checkpoint.on_lost_stage", "average"),
-    "watched_gradients": ("--watch.gradients_every", "2"),
+    "layer_norms": ("--parts", "check_free"),
+    "watched_gradients": ("--gradient_comparison.every", "2"),
     "detailed_telemetry": ("--execution.telemetry", "detailed"),
     "pipeline": (
         "--execution.mesh.stage",
