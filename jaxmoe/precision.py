@@ -139,14 +139,14 @@ class PrecisionPolicy:
     weights: WeightFormat = "floating"
     """Format of the matrices of attention, feed-forwards and experts; other than floating only for
     inference on a run rounded by `experiments.checkpoint convert`."""
-    mixed: MixedConfig = MixedConfig()
-    """Blocks of the format w4ax."""
+    mixed: MixedConfig | None = None
+    """Blocks of the format w4ax; None for the defaults."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or rounded with a scale per token and
     head, for inference only. A pass without a cache rounds them in the same way."""
 
     def __post_init__(self):
-        if self.mixed != MixedConfig() and self.weights != MIXED:
+        if self.mixed is not None and self.weights != MIXED:
             raise ValueError(
                 f"execution.precision.mixed changes nothing where execution.precision.weights is"
                 f" {self.weights!r}: it is written by `experiments.checkpoint convert --quantise"

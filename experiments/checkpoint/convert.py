@@ -249,9 +249,8 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
     params, rounded = _quantise(assembly, state, form, config.mixed)
     before = stored_bytes(state.params)
     after = stored_bytes(params)
-    precision = dataclasses.replace(
-        run_config.execution.precision, weights=form, mixed=config.mixed
-    )
+    mixed = config.mixed if form == MIXED else None
+    precision = dataclasses.replace(run_config.execution.precision, weights=form, mixed=mixed)
     execution = dataclasses.replace(run_config.execution, precision=precision)
     # On the mesh of the other arrays, as a checkpoint requires.
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
