@@ -23,7 +23,7 @@ ORGANS = 114
 VAGUE_BINDINGS = 0.007
 PARTICIPLES = 20
 REPEATED_CLASSES = 5
-FLAGS = 116
+FLAGS = 115
 """Flags of `experiments.pretrain` with its default recipe and no choice made."""
 
 

@@ -51,12 +51,10 @@ from jaxmoe.training.replicas import ReplicasKind, SynchronousConfig
 class ProfileConfig:
     """A trace of a few steps, for xprof or Perfetto."""
 
-    steps: str | None = None
-    """First and last traced step as a:b, both included, from 1; None for no trace."""
+    steps: str = "10:13"
+    """First and last traced step as a:b, both included, from 1."""
 
     def __post_init__(self):
-        if self.steps is None:
-            return
         if re.fullmatch(r"\d{1,12}:\d{1,12}", self.steps) is None:
             raise ValueError(
                 f"profile.steps={self.steps!r} must be two step numbers a:b, such as 10:13"
@@ -69,10 +67,8 @@ class ProfileConfig:
             )
 
     @property
-    def range(self) -> tuple[int, int] | None:
+    def range(self) -> tuple[int, int]:
         """First and last traced step."""
-        if self.steps is None:
-            return None
         first, last = map(int, self.steps.split(":"))
         return first, last
 
@@ -383,8 +379,8 @@ class PretrainConfig:
     """Checkpoints."""
     tracking: TrackingConfig = TrackingConfig()
     """Progress output, trackers and samples."""
-    profile: ProfileConfig = ProfileConfig()
-    """Traced steps."""
+    profile: ProfileConfig | None = None
+    """Traced steps; None for no trace."""
     processes: ProcessesConfig = ProcessesConfig()
     """Timeouts of processes."""
     parts: tuple[RunPartConfig, ...] = ()
@@ -427,7 +423,7 @@ class PretrainConfig:
         combinations.check_config(self)
         if self.rl is not None:
             self.rl.check_run(self)
-        if (traced := self.profile.range) and traced[1] > self.training.steps:
+        if self.profile is not None and self.profile.range[1] > self.training.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} must end within the run of"
                 f" training.steps={self.training.steps}"

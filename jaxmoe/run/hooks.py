@@ -154,7 +154,7 @@ def make_trace(directory: RunDirectory, config: PretrainConfig, first_step: int)
         config: Configuration of the run.
         first_step: Number of steps already done.
     """
-    if config.profile.range is None or jax.process_index() != 0:
+    if config.profile is None or jax.process_index() != 0:
         return None
     first, last = config.profile.range
     if first <= first_step:
