@@ -3,7 +3,8 @@
 """Writes the pages of `--help`.
 
 --help           the command, its recipes, its own and its commonest fields, groups and choices
---help GROUP     the fields of one group, such as model.moe, and the members of a choice
+--help GROUP     the fields of one group, such as model.moe, and the members of a choice; those of
+                 a part of the run by its name
 --help-all       the fields of all groups
 
 A command whose fields fit on one page has them all under `--help`.
@@ -91,6 +92,8 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
     if group not in ("", "all"):
         members = list(_members(config, group))
         if group not in nested and not members:
+            if (item := _item(config, group)) is not None:
+                return _group_text(config, group, item)
             near = closest(group, groups)
             raise ValueError(f"there is no group {group}{near}\ngroups: {', '.join(groups)}")
         beneath = [path for path in groups if f"{path}.".startswith(f"{group}.")]
@@ -124,6 +127,15 @@ def _with_group(config: Any, group: str) -> Any:
             (member,) = choice.members.values()
             return with_value(config, group.split("."), member())
     return config
+
+
+def _item(config: Any, group: str) -> Any:
+    """Return the member of a tuple that flags beside it add, such as --snapshots.every; or None."""
+    above, _, name = group.rpartition(".")
+    for choice in find_choices(config):
+        if choice.is_tuple and choice.path.rpartition(".")[0] == above and name in choice.members:
+            return choice.members[name]()
+    return None
 
 
 def _choices(config: Any, group: str = "") -> Iterator[str]:

@@ -225,6 +225,12 @@ def test_a_flag_that_moved_to_a_part_is_answered_with_the_new_one(capsys):
     assert said in capsys.readouterr().err
 
 
+def test_help_of_a_part_has_the_flags_that_add_it():
+    page = help_page(PretrainConfig(), "snapshots", "prog", "A command.")
+    assert page.startswith("snapshots: Keeps the state in host memory, with parity")
+    assert "  --snapshots.every INT\n        Steps between snapshots. (default: 10)" in page
+
+
 def test_help_of_a_group_that_is_off_has_its_fields():
     page = help_page(PretrainConfig(), "execution.kernels", "prog", "A command.")
     assert PretrainConfig().execution.kernels is None
