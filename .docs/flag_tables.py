@@ -108,7 +108,9 @@ def _tables(cls: type) -> Iterator[str]:
             members = [m for m in _leaves(hint) if dataclasses.is_dataclass(m)]
             for member in members:
                 key = registry_name(member)
-                queue.append((here, f"{here}:{key}" if key and len(members) > 1 else here, member))
+                flags = str(key) if here == "parts" else here  # --snapshots.every adds the part
+                title = f"{here}:{key}" if key and len(members) > 1 else here
+                queue.append((flags, title, member))
             if len(members) != 1 or registry_name(members[0]) is not None:
                 rows.append(_row(current, name, here, hint, members))
         if path:

@@ -181,7 +181,7 @@ COMMANDS = {
     ),
     "comparisons of gradients on stages": (
         [*mesh(stage=2, data=4), "--model.num_layers", "2", "--gradient_comparison.every", "3"],
-        r"watch\.gradients_every=3 compares .* execution\.mesh\.stage=2 .* to 0",
+        r"parts:gradient_comparison compares .* execution\.mesh\.stage=2 .* out of parts",
     ),
     "stages": (
         mesh(stage=8),

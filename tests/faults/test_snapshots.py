@@ -311,7 +311,7 @@ def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(
     assert "the part snapshots keeps nothing: start the run with" in caplog.text
     monkeypatch.setenv(SNAPSHOTS, str(tmp_path / "memory"))
     state = assembly.new_state()
-    snapshots = Snapshots(config, directory, supervision)
+    snapshots = Snapshots(2, directory)
     assert snapshots.prepare(assembly) is assembly
     store = snapshots._store
     assert store is not None

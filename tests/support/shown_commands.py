@@ -121,8 +121,10 @@ def snapshots(assembly: Assembly, directory: pathlib.Path) -> list[int]:
 
 def _parts(assembly: Assembly, directory: pathlib.Path) -> list[RunPart]:
     """Return the parts of a run, which read nothing of their process."""
+    config = assembly.plan.config
     run_directory = RunDirectory(directory)
-    return [part.build(run_directory, None) for part in assembly.plan.config.parts]
+    with library_supervision(config.processes) as supervision:
+        return [part.build(run_directory, supervision) for part in config.parts]
 
 
 def saves(assembly: Assembly, directory: pathlib.Path) -> list[tuple[int, bool]]:

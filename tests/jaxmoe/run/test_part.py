@@ -7,7 +7,6 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -93,7 +92,7 @@ RECORDS = ("step_numbers", "flush")
 """What follows reports and saves, whose steps the config chooses."""
 
 
-def test_the_table_has_every_part():
+def test_the_table_has_every_part(tmp_path):
     direct = {*RunPart.__subclasses__()} - {Recorder, ConfiguredPart}
     assert direct | {*ConfiguredPart.__subclasses__()} == set(MEMBERS)
     addresses = {address for _, address in PARTS} | {
@@ -101,9 +100,10 @@ def test_the_table_has_every_part():
         *REQUESTS.values(),
     }
     asked_for = {pkgutil.resolve_name(address) for address in addresses}
-    supervision = types.SimpleNamespace(stop=None)
     chosen = catalog.names("run_part")
-    built = {type(choice("run_part", name)().build(None, supervision)) for name in chosen}
+    directory = RunDirectory(tmp_path)
+    with library_supervision(PretrainConfig().processes) as supervision:
+        built = {type(choice("run_part", name)().build(directory, supervision)) for name in chosen}
     assert asked_for | built == {*MEMBERS} - {PartRequest}
     assert {*HISTORY.values(), *STEP_PARTS} <= {*chosen}
 
@@ -173,7 +173,6 @@ def test_a_default_run_imports_no_part():
     """Nor what only parts need."""
     program = f"""
 import sys
-import types
 from experiments import pretrain
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
