@@ -91,7 +91,6 @@ class Block(nn.Module):
             layer: Inputs of this layer.
             tokens: Inputs of all layers.
         """
-        before = stream
         stream, mixed = self.mix(stream, layer, tokens)
         stream, fed = self.feed(stream, layer, tokens)
         outputs = LayerOutputs(
@@ -99,7 +98,7 @@ class Block(nn.Module):
             losses=sum_losses(mixed.losses, fed.losses),
             observations=unite(mixed.observations, fed.observations),
         )
-        return where_kept(layer.is_kept, stream, before, outputs)
+        return stream, outputs
 
     def mix(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
@@ -184,19 +183,6 @@ def _name_activations(stream: Stream) -> Stream:
     """Return the stream with its arrays named for remat policies."""
     carry = {name: checkpoint_name(array, STREAM) for name, array in stream.carry.items()}
     return dataclasses.replace(stream, x=checkpoint_name(stream.x, STREAM), carry=carry)
-
-
-def where_kept(
-    is_kept: Array | None, stream: Any, before: Any, outputs: LayerOutputs
-) -> tuple[Any, LayerOutputs]:
-    """Return the results of a layer; if it is left out, the stream before it and no sums."""
-    if is_kept is None:
-        return stream, outputs
-    stream = jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), stream, before)
-    statistics, losses = jax.tree.map(
-        lambda x: jnp.where(is_kept, x, jnp.zeros_like(x)), (outputs.statistics, outputs.losses)
-    )
-    return stream, dataclasses.replace(outputs, statistics=statistics, losses=losses)
 
 
 def _routing_inputs(stream: Stream, layer: LayerInputs, tokens: TokenInputs) -> RoutingInputs:

@@ -56,8 +56,6 @@ class LayerInputs:
     """Number among the layers of its stack's cache: in the first turn of a loop, of the stack."""
     moe_layer: Int[Array, "*L"]
     """Number among the MoE layers; meaningless in a dense layer."""
-    is_kept: Bool[Array, "*L"] | None = None
-    """False where the layer is left out and passes the stream on; None where no layer is."""
     expert_outputs: Float[Array, "A D"] | None = None
     """`RoutingInputs.expert_outputs`."""
     carry: dict[str, Array] = struct.field(default_factory=dict)

@@ -3,24 +3,23 @@
 """Defines the socket `RowTransform`: another arrangement of the rows for all layers of a model.
 
     stream, tokens = rows.enter(stream, tokens, ...)      after the embedding
-    every layer computes rows.layer(Block) on them
+    every layer computes rows.layer(Block, scan) on them
     stream = rows.leave(stream, ...)                      after the last layer, before the norm
 
-A residual is one (n streams in place of one); a mixer may bring one (`MixerBase.rows`), and an
-execution (`execution.halves`). They nest: what enters last leaves first.
+A residual is one (n streams in place of one); a mixer may bring one (`MixerBase.rows`), an
+execution (`execution.halves`), and the gradients of a step (`Gradients.rows`, for layers that the
+rows of a micro-batch do not pass through). They nest: what enters last leaves first.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flax import linen as nn
 
 from jaxmoe.catalog import choice
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.records import TokenInputs
 
 if TYPE_CHECKING:
     from jaxmoe.layers.context import LayerContext
@@ -39,7 +38,7 @@ class RowTransform:
     def enter(
         self,
         stream: Any,
-        tokens: TokenInputs,
+        tokens: Any,
         context: LayerContext,
         execution: ExecutionConfig,
         *,
@@ -48,8 +47,8 @@ class RowTransform:
         """Return the stream before the first layer and the inputs of all layers, rearranged.
 
         Args:
-            stream: Stream before the first layer.
-            tokens: Inputs of all layers.
+            stream: `Stream` before the first layer, as other transforms return it.
+            tokens: `TokenInputs` of all layers, as other transforms return them.
             context: Model-wide numbers.
             execution: How the layers are computed, on the current mesh.
             has_cache: Whether caches of earlier tokens are given.
@@ -60,12 +59,14 @@ class RowTransform:
         del context, execution, has_cache
         return stream, tokens
 
-    def layer(self, block: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def layer(self, block: type[nn.Module], scan: str) -> type[nn.Module]:
         """Return the module class of a layer that takes what `enter` returns.
 
         Args:
-            block: Class of a layer that takes one stream.
+            block: Class of a layer that takes what `enter` received.
+            scan: Name of the scan of the layer.
         """
+        del scan
         return block
 
     def leave(self, stream: Any, context: LayerContext, execution: ExecutionConfig) -> Any:
@@ -101,6 +102,12 @@ class NestedRows(RowTransform):
         for rows in self.transforms:
             stream, tokens = rows.enter(stream, tokens, context, execution, has_cache=has_cache)
         return stream, tokens
+
+    def layer(self, block: type[nn.Module], scan: str) -> type[nn.Module]:
+        """Return the class that the last one makes of those of the others."""
+        for rows in self.transforms:
+            block = rows.layer(block, scan)
+        return block
 
     def leave(self, stream: Any, context: LayerContext, execution: ExecutionConfig) -> Any:
         """Leave all, the last one first."""

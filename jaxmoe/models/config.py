@@ -29,7 +29,7 @@ from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import MixerBase
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
-from jaxmoe.layers.rows import NestedRows, rows_of
+from jaxmoe.layers.rows import NestedRows, RowTransform, rows_of
 from jaxmoe.models.loop import LayerLoop
 from jaxmoe.models.stacks import Layer, LayerStack, Scan, group_layers
 from jaxmoe.routing.composition import RoutingWarning, causal_advice
@@ -213,13 +213,14 @@ class ModelConfig:
         """Rows that the layers compute for each sequence."""
         return max(mixer.rows.rows_per_sequence if mixer.rows else 1 for mixer in self.mixers)
 
-    def rows(self, execution: ExecutionConfig) -> NestedRows:
+    def rows(self, execution: ExecutionConfig, last: RowTransform | None = None) -> NestedRows:
         """Return what rearranges the rows around all layers: the mixer, the residual, halves.
 
         Args:
             execution: How the layers are computed.
+            last: Further arrangement of a caller, which takes what these return; or None.
         """
-        transforms = (self.kinds[0].mixer.rows, self.residual, rows_of(execution))
+        transforms = (self.kinds[0].mixer.rows, self.residual, rows_of(execution), last)
         return NestedRows(tuple(rows for rows in transforms if rows is not None))
 
     @property

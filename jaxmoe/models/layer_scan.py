@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.layers.block import STREAM, Block
@@ -20,14 +20,12 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.observer import Observations, interleave, join_stacks
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
-from jaxmoe.layers.rows import rows_of
 from jaxmoe.layers.view import VIEW, Rewrite, SaveOutsideViews, check_view, rewritten
 from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
 from jaxmoe.models.streamed_scan import StreamedScan
 from jaxmoe.routing import RouterStatistics
-from sharding import axes as ax
 
 
 class Cycle(nn.Module):
@@ -72,6 +70,7 @@ def scan_layers(
     execution: ExecutionConfig,
     *,
     train: bool,
+    block: type[nn.Module] = Block,
     is_gathered: bool = False,
     rewrite: Rewrite | None = None,
 ) -> nn.Module:
@@ -82,23 +81,25 @@ def scan_layers(
         context: Model-wide numbers.
         execution: How they are computed.
         train: Whether routers behave as in training.
+        block: Module class of a layer, see `RowTransform.layer`.
         is_gathered: Whether a collection of gathered parameters is given beside the cut ones.
         rewrite: Function of the parameters of one layer, see `jaxmoe.layers.view`; or None.
     """
     if rewrite is not None:
         check_view(execution)
     if execution.parameter_memory == "host":
-        return _stream(scan, context, execution, train=train)
+        return _stream(scan, context, execution, block, train=train)
     unroll = execution.unroll_of(scan.length)
-    block = partial(
+    transformed = partial(
         _block,
+        block,
         execution=execution,
         is_gathered=is_gathered,
         rewrite=rewrite,
         is_loop=unroll < scan.length,
     )
     blocks = tuple(
-        block(stack.kind, _part_name(scan, place)) for place, stack in enumerate(scan.stacks)
+        transformed(stack.kind, _part_name(scan, place)) for place, stack in enumerate(scan.stacks)
     )
     body: Any = Cycle if scan.is_cycle else blocks[0]
     scanned: Any = nn.scan(
@@ -121,11 +122,10 @@ def scan_layers(
 
 
 def _stream(
-    scan: Scan, context: LayerContext, execution: ExecutionConfig, *, train: bool
+    scan: Scan, context: LayerContext, execution: ExecutionConfig, block: Any, *, train: bool
 ) -> nn.Module:
     """Return the module of a scan whose parameters lie in host memory; see `scan_layers`."""
     kinds = tuple(stack.kind for stack in scan.stacks)
-    block: Any = _layer_class(execution)
 
     def build() -> nn.Module:
         if scan.is_cycle:
@@ -142,18 +142,13 @@ def _stream(
     )
 
 
-def _layer_class(execution: ExecutionConfig) -> Any:
-    """Return the module class of a layer for the arrangement of the rows."""
-    rows = rows_of(execution)
-    return Block if rows is None else rows.layer(Block)
-
-
 def _part_name(scan: Scan, place: int) -> str:
     """Return the name of a layer's parameters for a view."""
     return f"{scan.name}/{place}" if scan.is_cycle else scan.name
 
 
 def _block(
+    block: Any,
     kind: Layer,
     part: str,
     *,
@@ -163,7 +158,6 @@ def _block(
     is_loop: bool,
 ) -> Any:
     """Return the module of a layer with its transformations."""
-    block: Any = _layer_class(execution)
     if rewrite is not None:
         block = rewritten(block, rewrite, part)
     elif is_gathered:
@@ -186,7 +180,6 @@ def scan_inputs(
     scan: Scan,
     router_state: Any,
     key: Array | None,
-    kept: Bool[Array, " groups"] | None = None,
     turn: int = 0,
 ) -> Any:
     """Return the inputs of a scan's layers: a record, or in a period one by place in it.
@@ -196,12 +189,8 @@ def scan_inputs(
         scan: Layers to compute.
         router_state: State of the routers, stacked over MoE layers.
         key: PRNG key of the step, or None.
-        kept: Groups of layers of the longest scan that are not left out; None for all.
         turn: Number of the call of the scan, which has keys and caches of its own.
     """
-    is_kept = None
-    if kept is not None and scan.axis == ax.LAYERS:
-        is_kept = jnp.repeat(kept, scan.length // kept.shape[0])
     if key is not None and turn:
         key = jax.random.fold_in(key, turn)
     keys = None if key is None else jax.random.split(key, model.num_layers)
@@ -211,7 +200,6 @@ def scan_inputs(
             router_state=_part(router_state, stack.moe_layers) if stack.moe_layers else {},
             key=None if keys is None else _part(keys, stack.layers),
             moe_layer=_numbers(stack),
-            is_kept=is_kept,
             stack_layer=turn * stack.num_layers + jnp.arange(stack.num_layers, dtype=jnp.int32),
         )
 

@@ -22,12 +22,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.adapters.view import adapted_view
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.block import Block
 from jaxmoe.layers.carry import initial_carry
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.gather import WHOLE
 from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.observer import Observations
 from jaxmoe.layers.records import Stream, TokenInputs
+from jaxmoe.layers.rows import RowTransform
 from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
 from jaxmoe.layers.view import VIEW, Rewrite, View
 from jaxmoe.models.cache import Cache, axis_devices
@@ -80,11 +82,13 @@ class Transformer(nn.Module):
         model: Config of the model.
         execution: How it is computed.
         rewrite: Function of the parameters of each layer, from the `View` of `forward`; or None.
+        rows: Further arrangement of the rows around the layers and in them; or None.
     """
 
     model: ModelConfig
     execution: ExecutionConfig = ExecutionConfig()
     rewrite: Rewrite | None = None
+    rows: RowTransform | None = None
 
     @nn.compact
     def __call__(
@@ -103,7 +107,6 @@ class Transformer(nn.Module):
         has_logits: bool = True,
         logits_at: Int[Array, " B"] | None = None,
         places: Order | None = None,
-        kept: Bool[Array, " groups"] | None = None,
         level: Int[Array, ""] | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
@@ -124,7 +127,6 @@ class Transformer(nn.Module):
             logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
             places: Place of each token in its row, where the [B S] arrays are laid out already by
                 `jaxmoe.layers.sequences`, as the results then are; None for the order of tokens.
-            kept: Equal groups of the layers of the longest scan; False leaves one out; None: all.
             level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
         """
         model = self.model
@@ -144,13 +146,18 @@ class Transformer(nn.Module):
         caches = None if cache is None else dict(cache)
         options = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": self.rewrite}
         execution = execution.declaring() if self.is_initializing() else execution
-        rows = model.rows(execution)
+        rows = model.rows(execution, self.rows)
         flow, about = rows.enter(flow, about, shared, execution, has_cache=cache is not None)
-        layers = {one.name: scan_layers(one, shared, execution, **options) for one in model.scans}
+        layers = {
+            scan.name: scan_layers(
+                scan, shared, execution, block=rows.layer(Block, scan.name), **options
+            )
+            for scan in model.scans
+        }
 
         def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
             flow = with_cache(scan, flow, caches)
-            inputs = scan_inputs(model, scan, router_state, key, kept, turn)
+            inputs = scan_inputs(model, scan, router_state, key, turn)
             flow, output = layers[scan.name](flow, inputs, about)
             if caches is not None:
                 caches.update(cache_by_path(scan, flow.cache))
@@ -182,6 +189,7 @@ def forward(
     *,
     whole: Any = None,
     view: View | None = None,
+    rows: RowTransform | None = None,
     **options: Any,
 ) -> Output:
     """Return `Transformer(model, execution).apply({"params": params}, tokens, **options)`, typed.
@@ -193,6 +201,7 @@ def forward(
         tokens: Ids in [0, V).
         whole: Gathered parameters for the layers, see `jaxmoe.layers.gather`; or None.
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
+        rows: Further arrangement of the rows, see `jaxmoe.layers.rows`; or None.
         **options: Further arguments of `Transformer`.
     """
     adapter = model.adapter
@@ -205,7 +214,7 @@ def forward(
     variables = {"params": used} | ({} if whole is None else {WHOLE: whole})
     if view is not None:
         variables |= {VIEW: view.own}
-    transformer = Transformer(model, execution, None if view is None else view.rewrite)
+    transformer = Transformer(model, execution, None if view is None else view.rewrite, rows)
     output = cast(Output, transformer.apply(variables, tokens, **options))
     if adapter is not None and options.get("train"):
         own = adapter.losses(params, execution.placement)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.observer import Observations
@@ -48,8 +48,8 @@ class MicroBatch:
     batch: Batch
     row_ids: Int[Array, " B"]
     """Number of each row in the whole batch."""
-    kept: Bool[Array, " groups"] | None = None
-    """Groups of layers that the micro-batch passes through; None for all."""
+    number: Int[Array, ""] | None = None
+    """Number among the micro-batches of the step; None where it is not one of several."""
 
 
 @typing.no_type_check
@@ -96,7 +96,6 @@ def accumulate(
     *,
     first_row: Any = 0,
     statistics_of: Callable[[MicroBatch], RouterStatistics] | None = None,
-    kept: Bool[Array, "m groups"] | None = None,
 ) -> GradientSums:
     """Sum `gradients_of` over micro-batches.
 
@@ -108,7 +107,6 @@ def accumulate(
         placement: Layout of the rows.
         first_row: Number of the first row.
         statistics_of: Statistics of a micro-batch, in a pass over all of them before the gradients.
-        kept: Groups of layers that each micro-batch passes through; None for all.
 
     Raises:
         ValueError: `accumulation` does not divide the batch.
@@ -118,7 +116,7 @@ def accumulate(
     if accumulation == 1:
         return gradients_of(single, 1.0, None)
     parts = jax.tree.map(lambda rows: split_rows(rows, accumulation, placement), single)
-    parts = dataclasses.replace(parts, kept=kept)
+    parts = dataclasses.replace(parts, number=jnp.arange(accumulation, dtype=jnp.int32))
     first = jax.tree.map(lambda a: a[0], parts)
     later = jax.tree.map(lambda a: a[1:], parts)
     if batch.level is not None:

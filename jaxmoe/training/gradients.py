@@ -74,7 +74,6 @@ class MicroBatchBackward(Backward):
     def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
         """Return the sums over the micro-batches of one step; see the base class."""
         is_whole = takes_two_passes(step.model, step.accumulated_balance)
-        paths = step.gradients.paths(rows.accumulation)
         return accumulate(
             partial(
                 compute_gradients,
@@ -90,7 +89,6 @@ class MicroBatchBackward(Backward):
             step.execution.placement,
             first_row=rows.first_row,
             statistics_of=partial(batch_statistics, step, state, whole=whole) if is_whole else None,
-            kept=None if paths is None else paths.kept,
         )
 
     def differentiate(
@@ -223,7 +221,7 @@ def _forward(
         objective=step.objective,
         router_state=state.router_state,
         row_ids=micro.row_ids,
-        kept=micro.kept,
+        rows=step.gradients.rows(step, micro),
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
         whole=whole,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import jax
@@ -18,7 +17,7 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.block import Block, sum_losses, where_kept
+from jaxmoe.layers.block import Block, sum_losses
 from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.observer import unite
@@ -52,7 +51,6 @@ class HalvedBlock(Block):
             layer: Inputs of this layer.
             tokens: Inputs of all layers for each half.
         """
-        before = streams
         # The compiler must not compute both halves in one product.
         begun: Any = jax.lax.optimization_barrier(streams)
         mixed = [
@@ -78,7 +76,7 @@ class HalvedBlock(Block):
             losses=_halved_losses(mixed, fed),
             observations=observations,
         )
-        return where_kept(layer.is_kept, after, before, outputs)
+        return after, outputs
 
 
 def _halved_losses(mixed: list[Any], fed: list[Any]) -> Losses:
@@ -110,8 +108,9 @@ class HalvesConfig(ExecutionRows):
         check_halves(context, execution, shape, sizes, has_cache=has_cache)
         return split(stream, execution.placement), split(tokens, execution.placement)
 
-    def layer(self, block: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def layer(self, block: type[nn.Module], scan: str) -> type[nn.Module]:
         """Return the layer that computes both halves alternately."""
+        del scan
         assert block is Block
         return HalvedBlock
 

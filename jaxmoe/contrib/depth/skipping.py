@@ -26,9 +26,19 @@ import dataclasses
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool
+
 from jaxmoe import combinations
 from jaxmoe.contrib.depth.paths import Order, choose_paths
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.records import LayerInputs, LayerOutputs
+from jaxmoe.layers.rows import RowTransform
+from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.stacks import Scan
+from jaxmoe.training.accumulation import MicroBatch
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.base import LayerPaths
 from jaxmoe.training.estimators.skipping import Skipping
@@ -158,7 +168,7 @@ class SkippingConfig(Skipping):
             accumulated_balance=step.accumulated_balance,
         )
         combinations.check(model=model, execution=execution, training=training)
-        (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
+        scan = _longest_scan(model)
         if scan.length % self.groups:
             kind = "periods of layers" if scan.is_cycle else "equal layers"
             raise ValueError(
@@ -176,6 +186,44 @@ class SkippingConfig(Skipping):
                 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartialRows(RowTransform):
+    """Rows that some groups of the layers of a scan pass on as they are."""
+
+    scan: Scan
+    """Layers, in equal groups."""
+    computed: Bool[Array, " groups"]
+    """Whether the rows pass through a group."""
+
+    def layer(self, block: type[nn.Module], scan: str) -> type[nn.Module]:
+        """Return the layer that computes its results, and takes them where its group is on."""
+        if scan != self.scan.name:
+            return block
+        computed = jnp.repeat(self.computed, self.scan.length // self.computed.shape[0])
+
+        class PartialLayer(block):
+            def __call__(
+                self, stream: Any, layer: LayerInputs, tokens: Any
+            ) -> tuple[Any, LayerOutputs]:
+                """Return the results of the layer, or the stream before it and no sums."""
+                after, outputs = super().__call__(stream, layer, tokens)
+                is_on = computed[layer.stack_layer]
+                after = jax.tree.map(lambda new, old: jnp.where(is_on, new, old), after, stream)
+                statistics, losses = jax.tree.map(
+                    lambda x: jnp.where(is_on, x, jnp.zeros_like(x)),
+                    (outputs.statistics, outputs.losses),
+                )
+                return after, dataclasses.replace(outputs, statistics=statistics, losses=losses)
+
+        return PartialLayer
+
+
+def _longest_scan(model: ModelConfig) -> Scan:
+    """Return the layers that are cut into groups."""
+    (scan,) = (scan for scan in model.scans if scan.axis == ax.LAYERS)
+    return scan
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PartialBackprop(BackpropConfig):
     """Backpropagation through the layers that each micro-batch passes through."""
@@ -187,6 +235,15 @@ class PartialBackprop(BackpropConfig):
         """Return the groups that each micro-batch passes through; see the base class."""
         paths = self.skipping.paths(micro_batches)
         return None if paths is None else LayerPaths(paths, self.skipping.groups)
+
+    def rows(self, step: Step, micro: MicroBatch) -> RowTransform | None:
+        """Return the layers that a micro-batch passes through; see the base class."""
+        paths = self.skipping.paths(step.accumulation)
+        if paths is None or micro.number is None:
+            return None
+        groups = range(self.skipping.groups)
+        computed = jnp.asarray([[group in path for group in groups] for path in paths])
+        return PartialRows(_longest_scan(step.model), computed[micro.number])
 
     def check(self, step: Step) -> None:
         """Refuse what layers cannot be left out of; see `SkippingConfig.check`."""

@@ -18,12 +18,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.data.batch import Batch
+from jaxmoe.layers.rows import RowTransform
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.accumulation import GradientSums
+from jaxmoe.training.accumulation import GradientSums, MicroBatch
 from jaxmoe.training.state import GRADIENTS, TrainState
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ class LayerPaths(NamedTuple):
     """Groups of each micro-batch, in their order."""
     groups: int
     """Groups into which the layers are cut."""
-
-    @property
-    def kept(self) -> Bool[Array, "m groups"]:
-        """Which groups each micro-batch passes through."""
-        groups = range(self.groups)
-        return jnp.asarray([[group in path for group in groups] for path in self.groups_of])
 
 
 class StepGradients(NamedTuple):
@@ -107,6 +101,16 @@ class Gradients(abc.ABC):
             micro_batches: Micro-batches of a step.
         """
         del micro_batches
+        return None
+
+    def rows(self, step: Step, micro: MicroBatch) -> RowTransform | None:
+        """Return how the rows of a micro-batch pass through the layers; None: as those of any.
+
+        Args:
+            step: Model, micro-batches and execution without stages.
+            micro: Rows, and the number of the micro-batch in the step.
+        """
+        del step, micro
         return None
 
     def check(self, step: Step) -> None:
