@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.layers.observer import Observations
 from jaxmoe.routing import RouterStatistics
 from sharding.products.low_rank import Mix
+from sharding.sequence_parallel import TokenOrder
 
 Half = Literal["mixer", "feed_forward"]
 """A half of a layer."""
@@ -35,10 +36,8 @@ class TokenInputs:
     context: dict[str, Array] = struct.field(default_factory=dict)
     """Further [B S] arrays for routers, see `jaxmoe.routing.base.RouterInputs`; and the recorded
     experts of all MoE layers [B S L K], see `jaxmoe.routing.replay`."""
-    places: Int[Array, "B S"] | None = None
-    """Place of each token in its row, where each row is laid out in an order of its own."""
-    level: Int[Array, ""] | None = None
-    """Log2 of the devices that share a document, the same for all rows; all of them when None."""
+    order: TokenOrder | None = None
+    """Order of the tokens, where rows differ in it."""
     mix: Mix | None = None
     """How an adapter's additions to the matrices of this half of the layer are mixed."""
 

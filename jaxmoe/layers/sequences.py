@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,12 +31,9 @@ from sharding.sequence_parallel import (
     AttentionSizes,
     FormChoice,
     SequenceForm,
+    TokenOrder,
     sequence_ranks,
 )
-
-Order = Int[np.ndarray, " S"] | Int[Array, "B S"]
-"""Order of tokens: known while tracing, or an array of one per row where documents decide."""
-
 
 _NO_HEADS = AttentionHeads(num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1, is_causal=True)
 """Heads of a model in which no layer attends."""
@@ -144,8 +142,8 @@ def current_order(
     execution: ExecutionConfig,
     length: int,
     segment_ids: Int[Array, "B S"] | None = None,
-    level: Int[Array, ""] | None = None,
-) -> Order | None:
+    arrays: Mapping[str, Array] = MappingProxyType({}),
+) -> TokenOrder | None:
     """Return the order of rows on the current mesh, or None where rows stay as they are.
 
     Args:
@@ -153,21 +151,19 @@ def current_order(
         execution: Form and layout rules.
         length: Positions of a row.
         segment_ids: Documents, in the order of the tokens.
-        level: Log2 of the devices that share a document; all of them when None.
-
-    Raises:
-        ValueError: A level is given without the documents.
+        arrays: Scalars of the micro-batch, of which the form takes those of `SequenceForm.reads`.
     """
-    if level is not None and segment_ids is None:
-        raise ValueError("batch.level needs batch.segment_ids: give the document of each token")
     form = current_form(context, execution, length)
     ranks = sequence_ranks(execution.placement)
     if segment_ids is None or form.layout != "document_zigzag" or ranks == 1:
-        order = form.token_order(length, ranks, level=level)
-        if not isinstance(order, jax.Array) or segment_ids is None:
-            return order
-        by_row = jnp.broadcast_to(order, (segment_ids.shape[0], length))
-        return execution.placement.place(by_row, (ax.ACT_BATCH, None))
+        arrays = {name: arrays[name] for name in form.reads if name in arrays}
+        tokens = form.token_order(length, ranks, arrays=arrays)
+        if tokens is None:
+            return None
+        if not isinstance(tokens, jax.Array) or segment_ids is None:
+            return TokenOrder(tokens)
+        by_row = jnp.broadcast_to(tokens, (segment_ids.shape[0], length))
+        return TokenOrder(execution.placement.place(by_row, (ax.ACT_BATCH, None)), arrays)
 
     def run(segment_ids: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
@@ -175,10 +171,10 @@ def current_order(
 
     axes = (ax.ACT_BATCH, None)
     region = execution.placement.region(run, in_axes=(axes,), out_axes=axes)
-    return region(jnp.asarray(segment_ids))
+    return TokenOrder(region(jnp.asarray(segment_ids)))
 
 
-def lay_out(arrays: Any, order: Order | None, execution: ExecutionConfig) -> Any:
+def lay_out(arrays: Any, order: TokenOrder | None, execution: ExecutionConfig) -> Any:
     """Return the arrays of a tree with the tokens of each row in this order.
 
     Args:
@@ -190,11 +186,11 @@ def lay_out(arrays: Any, order: Order | None, execution: ExecutionConfig) -> Any
         return arrays
     arrays = jax.tree.map(jnp.asarray, arrays)
     axes = jax.tree.map(lambda x: (ax.ACT_BATCH,) + (None,) * (x.ndim - 1), arrays)
-    return _permute(arrays, axes, order, execution)
+    return _permute(arrays, axes, order.tokens, execution)
 
 
 def lay_back(
-    x: Float[Array, "B S D"], order: Order | None, execution: ExecutionConfig
+    x: Float[Array, "B S D"], order: TokenOrder | None, execution: ExecutionConfig
 ) -> Float[Array, "B S D"]:
     """Return activations in the order of the tokens.
 
@@ -205,14 +201,15 @@ def lay_back(
     """
     if order is None:
         return x
-    inverse = np.argsort(order) if isinstance(order, np.ndarray) else jnp.argsort(order, axis=-1)
+    tokens = order.tokens
+    inverse = np.argsort(tokens) if isinstance(tokens, np.ndarray) else jnp.argsort(tokens, axis=-1)
     gathered = _permute(x, (ax.ACT_BATCH, None, None), inverse, execution)
     return execution.placement.place(gathered, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
 
 
-def places_of(order: Order | None, length: int) -> Int[Array, "#B S"]:
+def places_of(order: TokenOrder | None, length: int) -> Int[Array, "#B S"]:
     """Return the place of each token in its row."""
-    places = jnp.asarray(np.arange(length, dtype=np.int32) if order is None else order)
+    places = jnp.asarray(np.arange(length, dtype=np.int32) if order is None else order.tokens)
     return places if places.ndim == 2 else places[None, :]
 
 

@@ -30,7 +30,7 @@ from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.observer import Observations
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.rows import RowTransform
-from jaxmoe.layers.sequences import Order, current_order, lay_back, lay_out, places_of
+from jaxmoe.layers.sequences import current_order, lay_back, lay_out, places_of
 from jaxmoe.layers.view import VIEW, Rewrite, View
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
@@ -50,6 +50,7 @@ from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
 from sharding.constrain import Placement, surroundings
 from sharding.products.tensor_parallel import look_up
+from sharding.sequence_parallel import TokenOrder
 
 
 # Not checked at run time: tree functions also fill records with shapes, specs and tracers.
@@ -106,8 +107,7 @@ class Transformer(nn.Module):
         context: Mapping[str, Array] | None = None,
         has_logits: bool = True,
         logits_at: Int[Array, " B"] | None = None,
-        places: Order | None = None,
-        level: Int[Array, ""] | None = None,
+        order: TokenOrder | None = None,
     ) -> Output:
         """Compute the logits of the next token at every position.
 
@@ -125,21 +125,19 @@ class Transformer(nn.Module):
             context: Further arrays [B S] for routers, see `TokenInputs.context` (`mask_ratio`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
             logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
-            places: Place of each token in its row, where the [B S] arrays are laid out already by
-                `jaxmoe.layers.sequences`, as the results then are; None for the order of tokens.
-            level: Log2 of the devices that share a document, see `jaxmoe.data.Batch.level`.
+            order: Order in which the [B S] arrays are laid out already by
+                `jaxmoe.layers.sequences`, as the results then are; None for that of the tokens.
         """
         model = self.model
         execution = self.execution
         shared = model.context
-        order = places
+        is_laid_out = order is not None
         _check_whole_call(model, tokens, execution)
         about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
-        if places is None and cache is None:
-            order = current_order(shared, execution, tokens.shape[1], segment_ids, level)
+        if order is None and cache is None:
+            order = current_order(shared, execution, tokens.shape[1], segment_ids)
             about = lay_out(about, order, execution)
         about = token_inputs(about, row_ids, order, execution.placement)
-        about = dataclasses.replace(about, level=level)
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
@@ -166,7 +164,7 @@ class Transformer(nn.Module):
         flow, outputs = run_scans(model.scans, call, flow, model.loop, shared, execution)
         statistics, losses, observations = join_outputs(model.scans, outputs)
         x = rows.leave(flow, shared, execution).x
-        x = x if places is not None else lay_back(x, order, execution)
+        x = x if is_laid_out else lay_back(x, order, execution)
         x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = read_at(x, logits_at, execution.placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
@@ -324,7 +322,7 @@ def read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement)
 def token_inputs(
     about: Mapping[str, Any],
     row_ids: Int[Array, " B"] | None,
-    order: Order | None,
+    order: TokenOrder | None,
     placement: Placement,
 ) -> TokenInputs:
     """Return what every layer receives of the tokens, laid out as the residual stream.
@@ -346,7 +344,7 @@ def token_inputs(
         positions=about.get("positions"),
         segment_ids=about.get("segment_ids"),
         token_mask=_token_mask(about),
-        places=order if isinstance(order, jax.Array) else None,
+        order=None if order is None or order.by_row is None else order,
         context={"tokens": about["tokens"], "index": index, **about["context"]},
     )
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.adapters.view import viewed_outside
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.sequences import Order, current_order, lay_out
+from jaxmoe.layers.sequences import current_order, lay_out
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
@@ -35,6 +35,7 @@ from jaxmoe.training.cross_entropy import chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
 from sharding.constrain import Placement
+from sharding.sequence_parallel import TokenOrder
 
 _EXPERTS = ("expert_in", "expert_out")
 """Roles of the experts' matrices."""
@@ -204,8 +205,7 @@ def forward_and_row_nll(
         has_rows: Whether to sum each row; None stands in their place otherwise.
         **given: Further arguments of `jaxmoe.models.transformer.forward`.
     """
-    level = None if batch.level is None else jnp.max(jnp.asarray(batch.level))
-    batch, order = lay_out_batch(batch, model, execution, level)
+    batch, order = lay_out_batch(batch, model, execution)
     if model.adapter is not None:
         params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
     output = forward(
@@ -217,8 +217,7 @@ def forward_and_row_nll(
         segment_ids=batch.segment_ids,
         context=batch_context(model, batch),
         has_logits=False,
-        places=order,
-        level=level,
+        order=order,
         **options,
     )
     summed = partial(
@@ -308,21 +307,25 @@ def lay_out_batch(
     batch: Batch,
     model: ModelConfig,
     execution: ExecutionConfig,
-    level: Int[Array, ""] | None = None,
-) -> tuple[Batch, Order | None]:
+) -> tuple[Batch, TokenOrder | None]:
     """Return the batch in the order in which sequence-parallel devices hold its tokens.
 
     Args:
         batch: Rows in the order of their tokens.
         model: Model that reads the batch.
         execution: How it is computed.
-        level: Log2 of the devices that share a document; all of them when None.
 
     Returns:
         The batch, and for each token its position in the original row; None if nothing moved.
+
+    Raises:
+        ValueError: The rows have a level, and no documents.
     """
     segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
-    order = current_order(model.context, execution, batch.tokens.shape[1], segments, level)
+    if batch.level is not None and segments is None:
+        raise ValueError("batch.level needs batch.segment_ids: give the document of each token")
+    arrays = {} if batch.level is None else {"level": jnp.max(jnp.asarray(batch.level))}
+    order = current_order(model.context, execution, batch.tokens.shape[1], segments, arrays)
     return lay_out(dataclasses.replace(batch, level=None), order, execution), order
 
 

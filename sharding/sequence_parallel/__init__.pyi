@@ -16,6 +16,7 @@ from sharding.sequence_parallel.cached_latent import attend_latent as attend_lat
 from sharding.sequence_parallel.form import FormChoice as FormChoice
 from sharding.sequence_parallel.form import SequenceForm as SequenceForm
 from sharding.sequence_parallel.form import SequenceParallelism as SequenceParallelism
+from sharding.sequence_parallel.form import TokenOrder as TokenOrder
 from sharding.sequence_parallel.local_attention import AttentionRules as AttentionRules
 from sharding.sequence_parallel.none import NoSequenceParallelConfig as NoSequenceParallelConfig
 from sharding.sequence_parallel.paged import PagedCache as PagedCache

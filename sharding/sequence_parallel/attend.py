@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from sharding import axes as ax
 from sharding.constrain import Placement
-from sharding.sequence_parallel.form import Cut, HeldAttention, SequenceForm
+from sharding.sequence_parallel.form import Cut, HeldAttention, SequenceForm, TokenOrder
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
     HeldTokens,
@@ -41,8 +41,7 @@ def attend(
     config: SequenceForm,
     positions: Int[Array, "B S"] | None,
     segment_ids: Int[Array, "B S"] | None,
-    places: Int[Array, "B S"] | None = None,
-    level: Int[Array, ""] | None = None,
+    order: TokenOrder | None = None,
     rules: AttentionRules,
 ) -> tuple[Float[Array, "B S N Hv"], Seen]:
     """Return self-attention of sequences that are laid out as `config` has it.
@@ -56,8 +55,7 @@ def attend(
         positions: Positions of the tokens, rising within a segment before they were laid out;
             None: each token's place in its row.
         segment_ids: Document of each token, which sees only its own; None: one document a row.
-        places: Places of the tokens in their rows, where rows differ in their order.
-        level: Log2 of the devices that share a document, where `config` reads it; None: all.
+        order: Order of the tokens, where rows differ in it; None: the form's for all rows.
         rules: Mask and kernel.
 
     Returns:
@@ -69,33 +67,37 @@ def attend(
     kv_heads = (*rows, ax.ACT_KV_HEADS, None)
     if config.layout == "document_zigzag" and rules.window is not None:
         # Its kernels know the order of tokens without positions, but no distances.
-        order = config.token_order(q.shape[1], sequence_ranks(placement))
-        if places is not None:
-            positions = places
-        elif positions is None and order is not None:  # rows of one document
-            positions = jnp.broadcast_to(jnp.asarray(order)[None, :], q.shape[:2])
+        tokens = config.token_order(q.shape[1], sequence_ranks(placement))
+        if order is not None:
+            positions = order.by_row
+        elif positions is None and tokens is not None:  # rows of one document
+            positions = jnp.broadcast_to(jnp.asarray(tokens)[None, :], q.shape[:2])
     arrays = {"positions": positions, "segment_ids": segment_ids}
     token_arrays = {name: array for name, array in arrays.items() if array is not None}
-    given_axes: dict[str, tuple[str, ...]] = dict.fromkeys(token_arrays, rows)
-    if level is not None:
-        token_arrays = token_arrays | {"level": level}
-        given_axes = given_axes | {"level": ()}
+    axes_of_tokens = dict.fromkeys(token_arrays, rows)
+    scalars = {} if order is None else order.arrays
     axes = placement.mesh_axes(ax.ACT_SEQ_INNER)
     length = q.shape[1]
 
     def run(
-        q: Array, k: Array, v: Array, token_arrays: dict[str, Array], *, batch_axes: tuple[str, ...]
+        q: Array,
+        k: Array,
+        v: Array,
+        token_arrays: dict[str, Array],
+        scalars: dict[str, Array],
+        *,
+        batch_axes: tuple[str, ...],
     ):
         del batch_axes
         tokens = HeldTokens(token_arrays.get("positions"), token_arrays.get("segment_ids"))
         if q.shape[1] == length:
             return attend_locally(q, k, v, tokens, tokens, rules)
         cut = Cut(axes, length, q.shape[1])
-        return config.attend(HeldAttention(q, k, v, tokens, rules, cut, token_arrays.get("level")))
+        return config.attend(HeldAttention(q, k, v, tokens, rules, cut, scalars))
 
     region = placement.region(
         run,
-        in_axes=(heads, kv_heads, kv_heads, given_axes),
+        in_axes=(heads, kv_heads, kv_heads, axes_of_tokens, dict.fromkeys(scalars, ())),
         out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, ax.ACT_SEQ_INNER))),
     )
-    return region(q, k, v, token_arrays)
+    return region(q, k, v, token_arrays, scalars)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -21,6 +22,20 @@ from pallas_kernels.sequence_layout import SequenceLayout, sequence_order
 from sharding.fold import MoEMesh
 from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
 from sharding.sequence_parallel.sizes import AttentionSizes
+
+
+class TokenOrder(NamedTuple):
+    """Order of the tokens in rows that devices share."""
+
+    tokens: Int[np.ndarray, " S"] | Int[Array, "B S"]
+    """Token at each place of a row: known while tracing, or an array where rows differ."""
+    arrays: dict[str, Array] = {}
+    """Arrays of `SequenceForm.reads` on which the order depends; the form attends by them too."""
+
+    @property
+    def by_row(self) -> Int[Array, "B S"] | None:
+        """The tokens, where they are an array of one order per row."""
+        return self.tokens if isinstance(self.tokens, jax.Array) else None
 
 
 class RingMessage(NamedTuple):
@@ -85,6 +100,8 @@ class SequenceForm(SequenceParallelism):
 
     layout: SequenceLayout
     """Which tokens a device holds."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Names of scalars of a micro-batch, the same on all devices, by which rows are laid out."""
 
     def choose(self, sizes: AttentionSizes) -> FormChoice:
         """Return this form; its name is the reason."""
@@ -104,8 +121,7 @@ class SequenceForm(SequenceParallelism):
         length: int,
         ranks: int,
         segment_ids: Int[Array, "B S"] | None = None,
-        *,
-        level: Int[Array, ""] | None = None,
+        arrays: Mapping[str, Array] = MappingProxyType({}),
     ) -> Int[np.ndarray, " S"] | Int[Array, "B S"] | None:
         """Return the token held at each position of a laid out row; None: rows are unchanged.
 
@@ -114,13 +130,12 @@ class SequenceForm(SequenceParallelism):
             ranks: Devices that share a row.
             segment_ids: Document of each token, in the order of the tokens; only document_zigzag
                 reads them, and returns an order for every row then.
-            level: Log2 of the devices that share a document; only `levels` reads it, and returns a
-                traced order [S] then.
+            arrays: Those of `reads` that the micro-batch has; the order is an array [S] then.
 
         Raises:
             ValueError: The length is not divisible.
         """
-        del level
+        del arrays
         if ranks == 1 or self.layout == "contiguous":
             return None
         if self.layout != "document_zigzag":
@@ -276,8 +291,8 @@ class HeldAttention(NamedTuple):
     """Positions and documents of its tokens; positions None: their places in the row."""
     rules: AttentionRules
     cut: Cut
-    level: Int[Array, ""] | None = None
-    """Log2 of the devices that share a document, the same on all devices; None: all of them."""
+    arrays: dict[str, Array] = {}
+    """`TokenOrder.arrays`."""
 
 
 def gather_tokens(tokens: HeldTokens, axes: str | tuple[str, ...]) -> HeldTokens:

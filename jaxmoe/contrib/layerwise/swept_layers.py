@@ -103,11 +103,8 @@ class SweptLayersConfig(NextTokenConfig):
         Raises:
             ValueError: The pass rewrites the parameters of layers, or gathers them once a step.
         """
-        for field, values in (
-            ("training.gradients", ("view", "rewrite")),
-            ("execution.rules", ("whole",)),
-        ):
-            if any(given.get(value) is not None for value in values):
+        for field, value in (("training.gradients", "view"), ("execution.rules", "whole")):
+            if given.get(value) is not None:
                 raise ValueError(
                     f"{field} gives layers other parameters than those that are stored, which"
                     f" training.objective {self.name!r} reads: set training.gradients to backprop"

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,9 @@ from sharding.sequence_parallel.local_attention import Seen, attend_locally
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
 
+LEVEL: Final = "level"
+"""Name of the log2 of the devices that share a document, of a micro-batch."""
+
 _RING = RingConfig()
 
 
@@ -45,6 +49,7 @@ class LevelsConfig(SequenceForm):
 
     name: ClassVar[str] = "levels"
     layout: ClassVar[SequenceLayout] = "zigzag"
+    reads: ClassVar[tuple[str, ...]] = (LEVEL,)
 
     def check_mesh(self, *, seq: int, seq_inner: int) -> None:
         """Check that mesh.seq is a power of two.
@@ -74,8 +79,7 @@ class LevelsConfig(SequenceForm):
         length: int,
         ranks: int,
         segment_ids: Int[Array, "B S"] | None = None,
-        *,
-        level: Int[Array, ""] | None = None,
+        arrays: Mapping[str, Array] = MappingProxyType({}),
     ) -> Int[np.ndarray, " S"] | Int[Array, " S"] | None:
         """Return the token at each position: a zigzag over the devices of each part.
 
@@ -83,26 +87,26 @@ class LevelsConfig(SequenceForm):
             length: Tokens of a row.
             ranks: Devices that share a row.
             segment_ids: Not read.
-            level: Log2 of the devices of a part; all of them when None.
+            arrays: `level`, log2 of the devices of a part; all of them without it.
         """
         del segment_ids
-        if ranks == 1 or level is None:
+        if ranks == 1 or LEVEL not in arrays:
             return _RING.token_order(length, ranks)
         orders = [_order_within(length, ranks, degree) for degree in self.degrees(ranks)]
-        return jnp.asarray(np.stack(orders))[level]
+        return jnp.asarray(np.stack(orders))[arrays[LEVEL]]
 
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here to the keys of the devices of their part."""
         ranks = inputs.cut.length // inputs.cut.held
-        if inputs.level is None:
+        if LEVEL not in inputs.arrays:
             return _attend_at(ranks, inputs)
-        arrays = inputs._replace(level=None, rules=None, cut=None)  # rules and cut are static
+        arrays = inputs._replace(arrays={}, rules=None, cut=None)  # rules and cut are static
 
         def branch(degree: int, arrays: HeldAttention) -> tuple[Array, Seen]:
             return _attend_at(degree, arrays._replace(rules=inputs.rules, cut=inputs.cut))
 
         branches = [functools.partial(branch, degree) for degree in self.degrees(ranks)]
-        return jax.lax.switch(inputs.level, branches, arrays)
+        return jax.lax.switch(inputs.arrays[LEVEL], branches, arrays)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         """Yield the messages of the highest level."""

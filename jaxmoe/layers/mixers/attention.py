@@ -231,7 +231,9 @@ class Attention(nn.Module):
         v = heads["v"]
 
         if config.positions == "rotary":
-            where = tokens.places if positions is None else positions
+            where = positions
+            if where is None and tokens.order is not None:
+                where = tokens.order.by_row
             if where is not None:
                 where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
             else:
@@ -301,8 +303,7 @@ class Attention(nn.Module):
                 # and lets the kernel skip hidden blocks.
                 positions=positions if segment_ids is None else None,
                 segment_ids=segment_ids,
-                places=tokens.places,
-                level=tokens.level,
+                order=tokens.order,
                 rules=rules,
             )
             return Attended(out, logits, None)

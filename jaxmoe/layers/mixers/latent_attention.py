@@ -239,7 +239,9 @@ class LatentAttention(nn.Module):
         form = self.execution.tensor_products
         q, latent, rope_key = self._into_latents(x.astype(dtype))
 
-        where = tokens.places if positions is None else positions
+        where = positions
+        if where is None and tokens.order is not None:
+            where = tokens.order.by_row
         if where is not None:
             where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
         else:
@@ -334,8 +336,7 @@ class LatentAttention(nn.Module):
             # As in `Attention`: a mask known at trace time is equal.
             positions=tokens.positions if tokens.segment_ids is None else None,
             segment_ids=tokens.segment_ids,
-            places=tokens.places,
-            level=tokens.level,
+            order=tokens.order,
             rules=rules,
         )
         return out[..., :value_dim], logits

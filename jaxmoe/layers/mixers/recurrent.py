@@ -48,7 +48,7 @@ def parts_of(tokens: TokenInputs, placement: Placement) -> tuple[str, ...]:
     shape = dict(jax.sharding.get_abstract_mesh().shape)
     axes = placement.mesh_axes(ax.ACT_SEQ_INNER)
     axes = tuple(axis for axis in axes if shape.get(axis, 1) > 1)
-    if axes and (tokens.level is not None or tokens.places is not None):
+    if axes and tokens.order is not None:
         raise ValueError(
             "recurrent layers on rows cut over mesh.seq need the tokens in their order, and"
             " data.packing levels or a layout by document has another: set data.packing to best_fit"

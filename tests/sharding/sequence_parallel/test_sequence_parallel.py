@@ -23,6 +23,7 @@ from sharding.sequence_parallel import (
     AttentionSizes,
     NoSequenceParallelConfig,
     RingConfig,
+    TokenOrder,
     TokenRingConfig,
     UlyssesConfig,
     UlyssesRingConfig,
@@ -91,7 +92,7 @@ def run(config, rules, *, order=None, has_documents=True):
             config=config,
             positions=None,
             segment_ids=segments if has_documents else None,
-            places=places,
+            order=None if places is None else TokenOrder(places),
             rules=rules,
         )
         return jnp.sum(out * weight), (out, seen)

@@ -15,7 +15,12 @@ from sharding import MeshConfig, make_mesh
 from sharding.constrain import Placement
 from sharding.fold import MoEMesh, refine
 from sharding.rules import DATA_PARALLEL
-from sharding.sequence_parallel import AttentionRules, NoSequenceParallelConfig, attend
+from sharding.sequence_parallel import (
+    AttentionRules,
+    NoSequenceParallelConfig,
+    TokenOrder,
+    attend,
+)
 from tests.support.hlo_branches import branch_collectives
 
 B, S, N, M, H, RANKS = 2, 32, 4, 2, 6, 8
@@ -51,6 +56,12 @@ def documents(degree):
     return np.stack([row, row]).astype(np.int32)
 
 
+def laid_out(level):
+    """Order of the rows at a level."""
+    arrays = {"level": level}
+    return TokenOrder(FORM.token_order(S, RANKS, arrays=arrays), arrays)
+
+
 def loss(config, rules, placement, given, weight, segments, level):
     out, seen = attend(
         *given,
@@ -58,7 +69,7 @@ def loss(config, rules, placement, given, weight, segments, level):
         config=config,
         positions=None,
         segment_ids=segments,
-        level=level,
+        order=None if level is None else laid_out(level),
         rules=rules,
     )
     weight = jnp.where((segments != 0)[..., None, None], weight, 0.0)
@@ -81,7 +92,7 @@ def check_level(level, rules):
             has_aux=True,
         )
     )(tuple(given), weight, segments, None)
-    order = np.asarray(FORM.token_order(S, RANKS, level=jnp.int32(level)))
+    order = np.asarray(laid_out(jnp.int32(level)).tokens)
     back = np.argsort(order)
     laid = jax.tree.map(lambda x: x[:, order], (tuple(given), weight, segments))
     with jax.set_mesh(mesh()):
@@ -123,7 +134,7 @@ def test_level_of_d_devices_permutes_twice_d_minus_1_times():
             config=FORM,
             positions=None,
             segment_ids=segments,
-            level=level,
+            order=laid_out(level),
             rules=AttentionRules(),
         )[0]
 
@@ -173,7 +184,7 @@ def test_refused_meshes(mesh, text):
 def test_a_device_holds_tokens_of_its_part_at_every_level():
     held = S // RANKS
     for level, degree in enumerate(DEGREES):
-        order = np.asarray(FORM.token_order(S, RANKS, level=jnp.int32(level))).reshape(RANKS, held)
+        order = np.asarray(laid_out(jnp.int32(level)).tokens).reshape(RANKS, held)
         assert sorted(order.reshape(-1).tolist()) == list(range(S))
         parts = order // (degree * held)  # part of each token that a device holds
         assert (parts == np.arange(RANKS)[:, None] // degree).all()
