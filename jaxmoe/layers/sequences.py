@@ -213,6 +213,19 @@ def places_of(order: TokenOrder | None, length: int) -> Int[Array, "#B S"]:
     return places if places.ndim == 2 else places[None, :]
 
 
+def token_numbers(
+    row_ids: Int[Array, " B"], order: TokenOrder | None, length: int
+) -> Int[Array, "B S"]:
+    """Return the number of each token in the batch of a step: the context `index` of routers.
+
+    Args:
+        row_ids: Number of each row in the batch of the step.
+        order: Order of the tokens in a row; None is their own.
+        length: Tokens of a row.
+    """
+    return row_ids[:, None] * jnp.int32(length) + places_of(order, length)
+
+
 def _permute(arrays: Any, axes: Any, order: Any, execution: ExecutionConfig) -> Any:
     """Return `x[:, order]` of every array of a tree, on whole rows."""
     by_row = {} if isinstance(order, np.ndarray) else {"order": order}

@@ -30,7 +30,7 @@ from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.observer import Observations
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.rows import RowTransform
-from jaxmoe.layers.sequences import current_order, lay_back, lay_out, places_of
+from jaxmoe.layers.sequences import current_order, lay_back, lay_out, token_numbers
 from jaxmoe.layers.view import VIEW, Rewrite, View
 from jaxmoe.models.cache import Cache, axis_devices
 from jaxmoe.models.config import ModelConfig
@@ -103,7 +103,6 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         train: bool = False,
         key: Array | None = None,
-        row_ids: Int[Array, " B"] | None = None,
         context: Mapping[str, Array] | None = None,
         has_logits: bool = True,
         logits_at: Int[Array, " B"] | None = None,
@@ -121,8 +120,8 @@ class Transformer(nn.Module):
             cache: Caches of earlier tokens, from `initial_cache`; needs `positions`.
             train: Whether routers behave as in training.
             key: PRNG key for routers with noise.
-            row_ids: Number of each row in the batch of the step, for routers' noise; or arange.
-            context: Further arrays [B S] for routers, see `TokenInputs.context` (`mask_ratio`).
+            context: Further arrays [B S] for routers, see `TokenInputs.context` (`mask_ratio`,
+                `index`).
             has_logits: False leaves the logits out, for a loss that applies the head itself.
             logits_at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
             order: Order in which the [B S] arrays are laid out already by
@@ -137,7 +136,7 @@ class Transformer(nn.Module):
         if order is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids)
             about = lay_out(about, order, execution)
-        about = token_inputs(about, row_ids, order, execution.placement)
+        about = token_inputs(about, order, execution.placement)
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
         flow = first_stream(model, table, about.context["tokens"], execution)
@@ -321,7 +320,6 @@ def read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement)
 
 def token_inputs(
     about: Mapping[str, Any],
-    row_ids: Int[Array, " B"] | None,
     order: TokenOrder | None,
     placement: Placement,
 ) -> TokenInputs:
@@ -330,15 +328,13 @@ def token_inputs(
     Args:
         about: Arrays [B S] in this order: `tokens`, those of `positions`, `segment_ids` and
             `token_mask` that are given, and further ones for routers in a dict `context`.
-        row_ids: Number of each row in the batch of the step; arange when None.
         order: Order of the tokens in a row; None is their own.
         placement: Layout rules.
     """
     rows = (ax.ACT_BATCH, ax.ACT_SEQ)
     about = jax.tree.map(lambda x: placement.place(x, rows + (None,) * (x.ndim - 2)), dict(about))
-    rows, length = about["tokens"].shape
-    row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
-    index = row_ids[:, None] * jnp.int32(length) + places_of(order, length)
+    number, length = about["tokens"].shape
+    index = token_numbers(jnp.arange(number, dtype=jnp.int32), order, length)
     index = placement.place(index, (ax.ACT_BATCH, ax.ACT_SEQ))
     return TokenInputs(
         positions=about.get("positions"),

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.adapters.view import viewed_outside
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.sequences import current_order, lay_out
+from jaxmoe.layers.sequences import current_order, lay_out, token_numbers
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
@@ -173,7 +173,7 @@ def forward_and_nll(
         params: Parameters of the model.
         batch: Rows; tokens with loss weight 0 are left out.
         objective: See `summed_loss`.
-        **given: Further arguments of `jaxmoe.models.transformer.forward`.
+        **options: Further arguments of `jaxmoe.models.transformer.forward`.
 
     Returns:
         The sum in nats, and the output in the order of `lay_out_batch`.
@@ -192,6 +192,7 @@ def forward_and_row_nll(
     *,
     objective: Objective | None = None,
     has_rows: bool = True,
+    row_ids: Int[Array, " B"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, ""], Float[Array, " B"] | None, Output]:
     """Return the result of `forward_and_nll`, with the sums of the rows in the middle.
@@ -203,9 +204,13 @@ def forward_and_row_nll(
         batch: Rows; tokens with loss weight 0 are left out.
         objective: See `summed_loss`.
         has_rows: Whether to sum each row; None stands in their place otherwise.
-        **given: Further arguments of `jaxmoe.models.transformer.forward`.
+        row_ids: Number of each row in the batch of the step, for routers' noise; arange when None.
+        **options: Further arguments of `jaxmoe.models.transformer.forward`.
     """
     batch, order = lay_out_batch(batch, model, execution)
+    context = batch_context(model, batch)
+    if row_ids is not None:
+        context["index"] = token_numbers(row_ids, order, batch.tokens.shape[1])
     if model.adapter is not None:
         params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
     output = forward(
@@ -215,7 +220,7 @@ def forward_and_row_nll(
         jnp.asarray(batch.tokens),
         positions=batch.positions,
         segment_ids=batch.segment_ids,
-        context=batch_context(model, batch),
+        context=context,
         has_logits=False,
         order=order,
         **options,

@@ -281,7 +281,7 @@ def _begin(
 ) -> tuple[Stream, TokenInputs]:
     mask_ratio = jnp.zeros(arrays["tokens"].shape, jnp.float32)  # nothing is masked
     arguments = arrays | {"context": {"mask_ratio": mask_ratio}}
-    inputs = token_inputs(arguments, None, None, execution.placement)
+    inputs = token_inputs(arguments, None, execution.placement)
     stream = first_stream(model, weight, inputs.context["tokens"], execution)
     return model.residual.enter(stream, inputs, model.context, execution)
 

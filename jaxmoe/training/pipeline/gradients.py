@@ -211,7 +211,7 @@ def _micro_batches(
         name: jnp.asarray(array) for name, array in arrays.items() if array is not None
     }
     rows = MicroBatches(
-        about=token_inputs(arrays_by_name | {"context": context_arrays}, None, order, placement),
+        about=token_inputs(arrays_by_name | {"context": context_arrays}, order, placement),
         head=HeadTokens(
             targets=jnp.asarray(batch.targets),
             given=TokenGiven(
