@@ -81,6 +81,8 @@ class Observer(abc.ABC):
     """Name in the catalogue."""
     reads_attention: ClassVar[bool]
     """Whether attention computes the size of its logits, in a second pass."""
+    reads_weights: ClassVar[bool]
+    """Whether it reads the weights of experts, which are then given as they are stored."""
     parts: ClassVar[tuple[Any, ...]]
     """Parts of a step (`jaxmoe.training.parts.base.StepPart`), after those that every step has."""
 
@@ -194,6 +196,7 @@ class BriefObserver(Observer):
 
     name: ClassVar[str] = "brief"
     reads_attention: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     parts: ClassVar[tuple[Any, ...]] = ()
 
     def branch(self, name: str, output: Array, token_mask: Array) -> None:

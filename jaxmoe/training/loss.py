@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.adapters.view import viewed_outside
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.sequences import current_order, lay_out, token_numbers
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
@@ -256,7 +257,7 @@ def _with_rounded_experts(model: ModelConfig, execution: ExecutionConfig, params
         or model.loop is not None
         or execution.mesh.stage > 1
         or execution.parameter_memory == "host"
-        or execution.telemetry == "detailed"
+        or observer_of(execution).reads_weights
     ):
         return params
     experts = {spec.path for spec in parameter_table(model) if spec.declaration.role in _EXPERTS}

@@ -37,6 +37,7 @@ class DetailedObserver(Observer):
 
     name: ClassVar[str] = "detailed"
     reads_attention: ClassVar[bool] = True
+    reads_weights: ClassVar[bool] = True
     parts: ClassVar[tuple[StepPart, ...]] = (DetailedMeasures(),)
 
     def branch(
