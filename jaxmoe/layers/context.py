@@ -335,11 +335,6 @@ class FeedForwardBase(Carry, abc.ABC):
     """Whether rows must be in the order of their tokens."""
 
     @property
-    def comparison(self) -> str | None:
-        """Field and value by which tokens of a batch compete; None: each is computed alone."""
-        return None
-
-    @property
     @abc.abstractmethod
     def sizes(self) -> FeedForwardSizes:
         """Sizes that plans read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block, sum_losses
 from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.observer import unite
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.layers.rows import ExecutionRows
@@ -181,12 +182,22 @@ def check_halves(
             " training.accumulation, or set execution.halves to 1"
         )
     for feed_forward in context.feed_forwards:
-        if (comparison := feed_forward.comparison) is not None:
+        if feed_forward.is_routed and (comparison := _comparison(cast(MoEConfig, feed_forward))):
             raise ValueError(
                 f"execution.halves=2 routes the halves of a batch apart, and {comparison} compares"
                 " the tokens of a batch: choose another router, model.moe.capacity None, or set"
                 " execution.halves to 1"
             )
+
+
+def _comparison(moe: MoEConfig) -> str | None:
+    """Return the field and value by which tokens of a batch compete; None if they do not."""
+    if moe.capacity is not None:
+        return f"model.moe.capacity={moe.capacity}"
+    traits = moe.router.traits
+    if traits.sees_others or traits.evens_load:
+        return f"model.moe.router {moe.router.name!r}"
+    return None
 
 
 def split(tree: Any, placement: Placement) -> tuple[Any, Any]:

@@ -108,16 +108,6 @@ class MoEConfig(FeedForwardBase):
         """
         return self.router.build(num_experts=self.num_routed, top_k=self.top_k, embed_dim=embed_dim)
 
-    @property
-    def comparison(self) -> str | None:
-        """The capacity, or a router that sees other tokens or evens their load."""
-        if self.capacity is not None:
-            return f"model.moe.capacity={self.capacity}"
-        traits = self.router.traits
-        if traits.sees_others or traits.evens_load:
-            return f"model.moe.router {self.router.name!r}"
-        return None
-
     def carries(self, context: LayerContext, execution: ExecutionConfig) -> dict[str, CarriedArray]:
         """Return what the next MoE layer reads: logits for its router, places for its tokens.
 
