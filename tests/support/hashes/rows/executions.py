@@ -80,7 +80,7 @@ def _sequence_parallel(name: str, directory: pathlib.Path) -> dict[str, str]:
 def _levels() -> dict[str, str]:
     """Rows packed by level, with each assigner."""
     from jaxmoe.optim import adamw
-    from tests.jaxmoe.training import test_levels as levels
+    from tests.jaxmoe.contrib.levels import test_levels as levels
 
     parts = {}
     for name in levels.ASSIGNERS:
