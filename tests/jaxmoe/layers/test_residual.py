@@ -12,7 +12,6 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointError
 from jaxmoe.checkpoint.huggingface import to_huggingface
-from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.carry import initial_carry
@@ -32,7 +31,6 @@ from tests.support.tolerances import assert_close
 RESIDUALS = {
     "standard": StandardResidualConfig(),
     "ladder": LadderResidualConfig(),
-    "hyper": HyperResidualConfig(streams=2),
 }
 MULTIPLIER = 0.7
 MODEL = dataclasses.replace(

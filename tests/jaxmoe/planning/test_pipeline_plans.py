@@ -9,8 +9,6 @@ import dataclasses
 
 import pytest
 
-from jaxmoe.contrib.depth.paths import choose_paths
-from jaxmoe.contrib.depth.skipping import PartialBackprop, SkippingConfig
 from jaxmoe.models.config import DenseConfig, LayerConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.planning.compile_ahead import CompiledStep, compile_step
@@ -74,31 +72,6 @@ def test_counts_of_a_large_table_are_those_of_the_table(pipeline, stages, micro_
         hops=1,
     )
     assert idle_over_useful(pipeline, stages, micro_batches) == pytest.approx(schedule.bubble())
-
-
-def test_counts_of_a_partial_table():
-    """Each array is sent over two hops, and there are fewer ticks."""
-    paths = choose_paths(4, 37, 0.25)
-    schedule = InterleavedConfig().schedule(4, 37, paths)
-    found, whole = (counts(InterleavedConfig(), 4, 37, some) for some in (paths, None))
-    assert found.ticks == len(schedule.ticks) < whole.ticks
-    assert (found.hops, whole.hops) == (2, 1)
-    bubble = idle_over_useful(InterleavedConfig(), 4, 37, paths)
-    assert bubble == pytest.approx(schedule.bubble())
-
-
-def test_a_plan_knows_what_micro_batches_leave_out():
-    whole = staged_plan()
-    partial = dataclasses.replace(
-        whole, gradients=PartialBackprop(skipping=SkippingConfig(groups=4))
-    )
-    found = counts(InterleavedConfig(), 4, whole.accumulation, partial.paths)
-    ticks = found.forward + found.backward
-    assert bytes_of(partial)["activations"] == 2 * ticks / 22 * bytes_of(whole)["activations"]
-    times = [predict_time(plan, CHIPS["h100"]).step for plan in (partial, whole)]
-    assert times[0] < times[1]
-    (only,) = compare_schedules(partial, CHIPS["h100"])
-    assert (only.pipeline, only.inputs) == (InterleavedConfig(), found.inputs)
 
 
 def test_bytes_between_stages_by_hand():

@@ -7,12 +7,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-import pytest
-
 from experiments.recipes import RECIPES
 from jaxmoe.configs import to_json
-from jaxmoe.contrib.depth.skipping import SkippingConfig
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporting.report import write_run_report
 from sharding.mesh import MeshConfig
@@ -49,35 +45,6 @@ def test_the_report_shows_the_schedule(tmp_path):
     assert "\nstage 3  .  .  .  F0+B0 F1+B1 F2+B2 F3+B3" in page
     page = report(tmp_path, MeshConfig(stage=2, data=4), chunks=2)
     assert "Stages: 2 with 2 chunks of 2 layers each" in page and "F0b" in page
-
-
-def test_the_report_shows_the_schedule_of_what_is_left(tmp_path):
-    page = report(tmp_path, MeshConfig(stage=4, data=-1), skipping=SkippingConfig())
-    assert "\nstage 3  .  .  F0+B0 F1+B1 F2+B2 ." in page
-
-
-@pytest.mark.parametrize(
-    ("skipping", "stages", "words"),
-    [
-        (SkippingConfig(groups=8), 8, "25% of 8 groups of layers: 20% less time in layers planned"),
-        (
-            SkippingConfig(groups=8, never=(0, 7)),
-            8,
-            "25% of 8 groups of layers: 0% less time in layers planned",
-        ),
-        (SkippingConfig(), 1, "25% of 4 groups of layers, masked: no time saved without stages"),
-        (
-            SkippingConfig(ratio=0.0, order="swapped_ends"),
-            4,
-            "0% of 4 groups of layers, swapped_ends in half of the micro-batches: 1% more time in"
-            " layers planned",
-        ),
-        (SkippingConfig(ratio=0.1), 4, "0% of 4 groups of layers: 0% less time in layers planned"),
-    ],
-)
-def test_what_is_left_out_in_words(skipping, stages, words):
-    execution = ExecutionConfig(mesh=MeshConfig(stage=stages))
-    assert skipping.describe(execution, 64) == words
 
 
 def test_a_long_timetable_is_left_out_of_the_report(tmp_path):

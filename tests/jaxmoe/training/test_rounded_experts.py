@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step rounds once, and what it computes again, however its loop over layers is unrolled."""
 
-import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.training import loss
@@ -47,13 +45,9 @@ def test_experts_are_rounded_once_with_equal_values_and_gradients(monkeypatch):
     ("model", "fields"),
     [
         (TINY, {}),
-        (
-            dataclasses.replace(TINY, loop=LoopConfig(times=2)),
-            {"precision": BFLOAT16},
-        ),
         (TINY, {"precision": BFLOAT16, "telemetry": "detailed"}),
     ],
-    ids=["float32", "matrices used twice", "matrices that telemetry reads"],
+    ids=["float32", "matrices that telemetry reads"],
 )
 def test_parameters_stay_as_they_are_where_rounding_would_show(model, fields):
     params = jax.eval_shape(lambda: params_of(TINY))

@@ -23,11 +23,14 @@ from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.models.loop import run_scans
 from jaxmoe.models.transformer import Transformer
+from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import init_params, parameter_table
+from jaxmoe.training import loss
 from jaxmoe.training.pipeline import check_pipeline
 from sharding import MeshConfig
 from tests.jaxmoe.layers.test_mesh_invariance import loss_and_gradients, on_mesh, values_of
 from tests.support.models import LENGTH, TINY, tokens_for
+from tests.support.one_step import params_of
 from tests.support.tolerances import assert_close
 
 ONE = ExecutionConfig()
@@ -218,3 +221,11 @@ def test_loops_that_cannot_run_are_refused(tmp_path):
         to_huggingface(LOOPED, params, tmp_path / "out", family="jaxmoe")
     with pytest.raises(CheckpointError):
         to_huggingface(LOOPED, params, tmp_path / "out")
+
+
+def test_matrices_that_are_used_twice_are_rounded_where_they_are_used():
+    model = dataclasses.replace(TINY, loop=LoopConfig(times=2))
+    params = jax.eval_shape(lambda: params_of(TINY))
+    execution = ExecutionConfig(precision=PrecisionPolicy(compute="bfloat16"))
+    rounded = jax.eval_shape(lambda x: loss._with_rounded_experts(model, execution, x), params)
+    assert rounded == params
