@@ -4,6 +4,10 @@
 
     Transformer(model, execution).apply({"params": params}, tokens) -> Output
 
+    stream = embedding of the tokens;  stream = rows.enter(stream)
+    for scan in model.scans:  stream = layers of the scan(stream)
+    x = rows.leave(stream);  logits = head(norm(x))
+
 The call runs without a mesh, inside a user's Auto mesh, and on a mesh of `sharding.make_mesh`.
 """
 
@@ -132,19 +136,19 @@ class Transformer(nn.Module):
         shared = model.context
         is_laid_out = order is not None
         _check_whole_call(model, tokens, execution)
-        about = _given_of_tokens((tokens, positions, segment_ids, token_mask), context)
+        arrays = _token_arrays(tokens, positions, segment_ids, token_mask, context)
         if order is None and cache is None:
             order = current_order(shared, execution, tokens.shape[1], segment_ids)
-            about = lay_out(about, order, execution)
-        about = token_inputs(about, order, execution.placement)
+            arrays = lay_out(arrays, order, execution)
+        inputs = token_inputs(arrays, order, execution.placement)
         table = Embedding(model, name="embedding")()
         router_state = initial_router_state(model) if router_state is None else router_state
-        flow = first_stream(model, table, about.context["tokens"], execution)
+        flow = first_stream(model, table, inputs.context["tokens"], execution)
         caches = None if cache is None else dict(cache)
         options = {"train": train, "is_gathered": WHOLE in self.variables, "rewrite": self.rewrite}
         execution = execution.declaring() if self.is_initializing() else execution
         rows = model.rows(execution, self.rows)
-        flow, about = rows.enter(flow, about, shared, execution, has_cache=cache is not None)
+        flow, inputs = rows.enter(flow, inputs, shared, execution, has_cache=cache is not None)
         layers = {
             scan.name: scan_layers(
                 scan, shared, execution, block=rows.layer(Block, scan.name), **options
@@ -154,8 +158,8 @@ class Transformer(nn.Module):
 
         def call(scan: Scan, flow: Any, turn: int) -> tuple[Any, Any]:
             flow = with_cache(scan, flow, caches)
-            inputs = scan_inputs(model, scan, router_state, key, turn)
-            flow, output = layers[scan.name](flow, inputs, about)
+            of_layers = scan_inputs(model, scan, router_state, key, turn)
+            flow, output = layers[scan.name](flow, of_layers, inputs)
             if caches is not None:
                 caches.update(cache_by_path(scan, flow.cache))
             return flow, output
@@ -287,20 +291,30 @@ def _check_whole_call(model: ModelConfig, tokens: Array, execution: ExecutionCon
         )
 
 
-def _given_of_tokens(arrays: tuple[Array | None, ...], context: Any) -> dict[str, Any]:
-    """Return the [B S] arrays that are given, of tokens, positions, segments and mask."""
-    names = ("tokens", "positions", "segment_ids", "token_mask")
-    given: dict[str, Any] = dict(zip(names, arrays, strict=True))
-    given = {name: array for name, array in given.items() if array is not None}
-    return given | {"context": dict(context or {})}
+def _token_arrays(
+    tokens: Array,
+    positions: Array | None,
+    segment_ids: Array | None,
+    token_mask: Array | None,
+    context: Mapping[str, Array] | None,
+) -> dict[str, Any]:
+    """Return the arrays [B S] that are not None, as `token_inputs` takes them."""
+    arrays = {
+        "tokens": tokens,
+        "positions": positions,
+        "segment_ids": segment_ids,
+        "token_mask": token_mask,
+        "context": dict(context or {}),
+    }
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _token_mask(about: Mapping[str, Any]) -> Bool[Array, "B S"]:
+def _token_mask(arrays: Mapping[str, Any]) -> Bool[Array, "B S"]:
     """Return which tokens are not padding."""
-    segment_ids = about.get("segment_ids")
-    if "token_mask" in about:
-        return about["token_mask"]
-    return jnp.ones_like(about["tokens"], dtype=bool) if segment_ids is None else segment_ids != 0
+    segment_ids = arrays.get("segment_ids")
+    if "token_mask" in arrays:
+        return arrays["token_mask"]
+    return jnp.ones_like(arrays["tokens"], dtype=bool) if segment_ids is None else segment_ids != 0
 
 
 def read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement) -> Array:
@@ -319,29 +333,29 @@ def read_at(x: Float[Array, "B S D"], index: Array | None, placement: Placement)
 
 
 def token_inputs(
-    about: Mapping[str, Any],
+    arrays: Mapping[str, Any],
     order: TokenOrder | None,
     placement: Placement,
 ) -> TokenInputs:
     """Return what every layer receives of the tokens, laid out as the residual stream.
 
     Args:
-        about: Arrays [B S] in this order: `tokens`, those of `positions`, `segment_ids` and
+        arrays: Arrays [B S] in this order: `tokens`, those of `positions`, `segment_ids` and
             `token_mask` that are given, and further ones for routers in a dict `context`.
         order: Order of the tokens in a row; None is their own.
         placement: Layout rules.
     """
     rows = (ax.ACT_BATCH, ax.ACT_SEQ)
-    about = jax.tree.map(lambda x: placement.place(x, rows + (None,) * (x.ndim - 2)), dict(about))
-    number, length = about["tokens"].shape
+    arrays = jax.tree.map(lambda x: placement.place(x, rows + (None,) * (x.ndim - 2)), dict(arrays))
+    number, length = arrays["tokens"].shape
     index = token_numbers(jnp.arange(number, dtype=jnp.int32), order, length)
     index = placement.place(index, (ax.ACT_BATCH, ax.ACT_SEQ))
     return TokenInputs(
-        positions=about.get("positions"),
-        segment_ids=about.get("segment_ids"),
-        token_mask=_token_mask(about),
+        positions=arrays.get("positions"),
+        segment_ids=arrays.get("segment_ids"),
+        token_mask=_token_mask(arrays),
         order=None if order is None or order.by_row is None else order,
-        context={"tokens": about["tokens"], "index": index, **about["context"]},
+        context={"tokens": arrays["tokens"], "index": index, **arrays["context"]},
     )
 
 
