@@ -288,7 +288,7 @@ def _is_named(value: Any, members: tuple[str | int, ...]) -> bool:
 REARRANGES_ROWS: Final = that(
     "model.mixers.*",
     "that rearranges rows",
-    lambda mixer: mixer.rows is not None,
+    lambda mixer: mixer.rearranges_rows,
     shown="model.attention",
 )
 ONE_STAGE: Final = that(

@@ -93,7 +93,7 @@ _HEAD_ARRAYS = 10
 """Arrays [B S N H] that exist at one time in the backward pass of attention."""
 
 
-class MixerBase(Carry, abc.ABC):
+class MixerBase(Carry, RowTransform, abc.ABC):
     """Base class of the configs of mixers."""
 
     __slots__ = ()
@@ -123,11 +123,6 @@ class MixerBase(Carry, abc.ABC):
     """H, width of one query, or of one head of the state."""
     is_causal: bool
     """Whether a token sees no later one."""
-
-    @property
-    def rows(self) -> RowTransform | None:
-        """Arrangement of the rows that the mixer needs around all layers; None: none."""
-        return None
 
     def check_layers(
         self, mixers: Sequence[MixerBase], periods: Callable[[], Sequence[Sequence[MixerBase]]]

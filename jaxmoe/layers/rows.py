@@ -6,9 +6,9 @@
     every layer computes rows.layer(Block, scan) on them
     stream = rows.leave(stream, ...)                      after the last layer, before the norm
 
-A residual is one (n streams in place of one); a mixer may bring one (`MixerBase.rows`), an
-execution (`execution.halves`), and the gradients of a step (`Gradients.rows`, for layers that the
-rows of a micro-batch do not pass through). They nest: what enters last leaves first.
+A mixer is one (n rows for each sequence), and so is a residual (n streams in place of one). An
+execution may bring one (`execution.halves`), and the gradients of a step (`Gradients.rows`: layers
+that the rows of a micro-batch do not pass through). They nest: what enters last leaves first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class RowTransform:
     """Base class of what rearranges the rows around all layers; this one changes nothing."""
 
     __slots__ = ()
+
+    rearranges_rows: ClassVar[bool] = False
+    """Whether layers compute other rows than the sequences."""
 
     @property
     def rows_per_sequence(self) -> int:

@@ -211,7 +211,7 @@ class ModelConfig:
     @property
     def rows_per_sequence(self) -> int:
         """Rows that the layers compute for each sequence."""
-        return max(mixer.rows.rows_per_sequence if mixer.rows else 1 for mixer in self.mixers)
+        return max(mixer.rows_per_sequence for mixer in self.mixers)
 
     def rows(self, execution: ExecutionConfig, last: RowTransform | None = None) -> NestedRows:
         """Return what rearranges the rows around all layers: the mixer, the residual, halves.
@@ -220,7 +220,7 @@ class ModelConfig:
             execution: How the layers are computed.
             last: Further arrangement of a caller, which takes what these return; or None.
         """
-        transforms = (self.kinds[0].mixer.rows, self.residual, rows_of(execution), last)
+        transforms = (self.kinds[0].mixer, self.residual, rows_of(execution), last)
         return NestedRows(tuple(rows for rows in transforms if rows is not None))
 
     @property

@@ -93,6 +93,7 @@ class HalvesConfig(ExecutionRows):
     """Two halves of a device's rows that pass through a layer alternately (TokenWeave)."""
 
     name: ClassVar[str] = "halves"
+    rearranges_rows: ClassVar[bool] = True
 
     def enter(
         self,
@@ -161,7 +162,7 @@ def check_halves(
             f" {' and '.join(wide)} of model.attention are split by heads: set execution.halves to"
             " 1"
         )
-    if any(mixer.rows is not None for mixer in context.mixers):
+    if any(mixer.rearranges_rows for mixer in context.mixers):
         raise ValueError(
             "execution.halves=2 takes every other row, and the streams of a sequence are rows next"
             " to one another: set execution.halves to 1"

@@ -29,7 +29,6 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerBase, require_positive
 from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
 from jaxmoe.layers.records import LayerCache, LayerInputs, Stream, TokenInputs
-from jaxmoe.layers.rows import RowTransform
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import flash_attention
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
@@ -47,6 +46,7 @@ class ParallelStreamsConfig(AttentionConfig):
     name: ClassVar[str] = "parallel_streams"
     has_pages: ClassVar[bool] = False
     can_select_pages: ClassVar[bool] = False
+    rearranges_rows: ClassVar[bool] = True
 
     num_streams: int = 2
     """Streams of a sequence (P)."""
@@ -86,31 +86,6 @@ class ParallelStreamsConfig(AttentionConfig):
         return one * self.num_streams
 
     @property
-    def rows(self) -> StreamRows:
-        """A row for each stream of a sequence."""
-        return StreamRows(self.num_streams, self.smoothing)
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> StreamAttention:
-        """Return the module of one layer; see `AttentionConfig.build`."""
-        del train
-        return StreamAttention(self, context, execution, name=name)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamRows(RowTransform):
-    """Repeats each row for every stream, and merges the streams behind the last layer."""
-
-    num_streams: int
-    smoothing: float
-
-    @property
     def rows_per_sequence(self) -> int:
         """Number of streams."""
         return self.num_streams
@@ -146,6 +121,18 @@ class StreamRows(RowTransform):
             self.num_streams, self.smoothing, context.embed_dim, execution, name="merge_streams"
         )
         return dataclasses.replace(stream, x=merge(stream.x))
+
+    def build(
+        self,
+        context: LayerContext,
+        execution: ExecutionConfig,
+        *,
+        train: bool = False,
+        name: str | None = None,
+    ) -> StreamAttention:
+        """Return the module of one layer; see `AttentionConfig.build`."""
+        del train
+        return StreamAttention(self, context, execution, name=name)
 
 
 class StreamAttention(Attention):

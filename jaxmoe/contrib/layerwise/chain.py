@@ -138,7 +138,7 @@ class Chain:
                 "model.loop.connection: layers are called one by one on the stream between layers,"
                 " and the connection's streams lie around a whole turn: leave the connection out"
             )
-        if first.rows is not None:
+        if first.rearranges_rows:
             raise ValueError(
                 f"model.attention={first.name}: layers are called one by one on one stream a"
                 " sequence, and this mixer computes several: choose another mixer"
