@@ -25,6 +25,7 @@ from jaxmoe.errors import configuration_errors
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import (
     GenerationConfig,
+    LoadedModel,
     OnSample,
     continue_texts,
     encode_prompts,
@@ -101,13 +102,15 @@ class Pretrained:
             )
             rows = encode_prompts(self.tokenizer, prompts) if is_text else prompts
             samples = continue_texts(
-                self.model,
+                LoadedModel(
+                    config=self.model,
+                    params=self.params,
+                    router_state=self.router_state or None,
+                    execution=self.execution,
+                ),
                 self.tokenizer,
-                self.params,
-                self.router_state or None,
                 rows,
                 config,
-                execution=self.execution,
                 on_sample=on_sample,
             )
         results = [sample.text if is_text else list(sample.token_ids) for sample in samples]

@@ -90,6 +90,22 @@ class GenerationConfig:
             raise ValueError("stop holds an empty string, which every text contains: leave it out")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoadedModel:
+    """A model with its parameters, and how it is computed."""
+
+    config: ModelConfig
+    """Model of the parameters."""
+    params: Any
+    """Parameters of the model."""
+    router_state: Any = None
+    """Router state."""
+    execution: ExecutionConfig | None = None
+    """Execution of the model; defaults when None."""
+    programs: MakePrograms | None = None
+    """Makes the programs, see `jaxmoe.models.decode.stream`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WriterConfig(abc.ABC):
     """How the models of one kind write the tokens after prompts."""
@@ -107,27 +123,19 @@ class WriterConfig(abc.ABC):
     @abc.abstractmethod
     def write(
         self,
-        model: ModelConfig,
-        params: Any,
+        model: LoadedModel,
         prompts: Sequence[Sequence[int] | np.ndarray],
         config: GenerationConfig,
         *,
-        router_state: Any,
-        execution: ExecutionConfig | None,
         at_once: int,
-        programs: MakePrograms | None,
     ) -> Iterable[Iterable[np.ndarray]]:
         """Return the next tokens of every prompt, part by part.
 
         Args:
-            model: Model of the parameters.
-            params: Parameters of the model.
+            model: Model, and how it is computed.
             prompts: Token ids of each prompt.
             config: Length, sampling and ends.
-            router_state: Router state.
-            execution: Execution of the model; defaults when None.
             at_once: Tokens of a part, where the model writes them one after the other.
-            programs: Makes the programs, see `jaxmoe.models.decode.stream`.
 
         Raises:
             ValueError: The model does not write such prompts, or has no use for `programs`.
@@ -146,29 +154,25 @@ class LeftToRightConfig(WriterConfig):
 
     def write(
         self,
-        model: ModelConfig,
-        params: Any,
+        model: LoadedModel,
         prompts: Sequence[Sequence[int] | np.ndarray],
         config: GenerationConfig,
         *,
-        router_state: Any,
-        execution: ExecutionConfig | None,
         at_once: int,
-        programs: MakePrograms | None,
     ) -> Iterable[Iterable[np.ndarray]]:
         """Return the tokens as they are drawn."""
         return stream(
-            model,
-            params,
+            model.config,
+            model.params,
             list(prompts),
             num_tokens=config.length,
             key=jax.random.key(config.seed),
             sampling=config.sampling,
             eos_ids=config.eos_ids,
             at_once=at_once,
-            router_state=router_state,
-            execution=execution,
-            programs=programs,
+            router_state=model.router_state,
+            execution=model.execution,
+            programs=model.programs,
         )
 
 
@@ -230,32 +234,24 @@ def encode_prompts(codec: TextCodec, prompts: Sequence[str]) -> list[np.ndarray]
 
 
 def continue_texts(
-    model: ModelConfig,
+    model: LoadedModel,
     codec: TextCodec,
-    params: Any,
-    router_state: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
     config: GenerationConfig,
     *,
-    execution: ExecutionConfig | None = None,
     on_sample: OnSample | None = None,
     precision: str = "",
-    programs: MakePrograms | None = None,
 ) -> list[Sample]:
     """Continue prompts of any lengths together.
 
     Args:
-        model: Model of the parameters.
+        model: Model, and how it is computed.
         codec: Decoder of tokens.
-        params: Parameters of the model.
-        router_state: Router state.
         prompts: Token ids of each prompt.
         config: Length, sampling and ends.
-        execution: Execution of the model; defaults when None.
         on_sample: Called with the only sample as it grows; text that may still change, or begins a
             stop string, is held back.
         precision: Formats of weights and cache, for the samples.
-        programs: Makes the programs, see `jaxmoe.models.decode.stream`.
 
     Raises:
         ValueError: Several prompts are streamed, or the model's writer refuses them.
@@ -263,16 +259,8 @@ def continue_texts(
     if on_sample is not None and len(prompts) > 1:
         raise ValueError(f"{len(prompts)} prompts cannot be streamed together: stream one")
     texts = [_Text(codec, config, prompt, precision, on_sample) for prompt in prompts]
-    parts = writer_of(model).write(
-        model,
-        params,
-        prompts,
-        config,
-        router_state=router_state,
-        execution=execution,
-        at_once=_AT_ONCE if on_sample or config.stop else config.length,
-        programs=programs,
-    )
+    at_once = _AT_ONCE if on_sample or config.stop else config.length
+    parts = writer_of(model.config).write(model, prompts, config, at_once=at_once)
     for part in parts:
         for text, tokens in zip(texts, part, strict=True):
             text.add(tokens)

@@ -28,7 +28,13 @@ from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.configs import differences, to_json
 from jaxmoe.data import Source, SourceKind
 from jaxmoe.errors import ConfigurationError, configuration_errors
-from jaxmoe.generation.text import GenerationConfig, OnSample, continue_texts, encode_prompts
+from jaxmoe.generation.text import (
+    GenerationConfig,
+    LoadedModel,
+    OnSample,
+    continue_texts,
+    encode_prompts,
+)
 from jaxmoe.messages import show_messages
 from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
@@ -254,19 +260,19 @@ class Run:
             ends = (*end_ids(self.directory, self.config, source, eos), *eos_ids)
             config = dataclasses.replace(config, eos_ids=ends)
             execution, precision = decoding(assembly, reading, prompts, length)
-            alone = {"on_sample": on_sample, "programs": programs}
-            alone = alone if len(prompts) == 1 or any(alone.values()) else {}
-            samples = (continue_texts if alone else continue_together)(
-                on_task(assembly.plan.model, self.config.data, task),
-                source,
-                jax.device_get(loaded.state.params),
-                jax.device_get(loaded.state.router_state),
-                prompts,
-                config,
+            model = LoadedModel(
+                config=on_task(assembly.plan.model, self.config.data, task),
+                params=jax.device_get(loaded.state.params),
+                router_state=jax.device_get(loaded.state.router_state),
                 execution=execution,
-                precision=precision,
-                **alone,
+                programs=programs,
             )
+            if len(prompts) == 1 or on_sample is not None or programs is not None:
+                samples = continue_texts(
+                    model, source, prompts, config, on_sample=on_sample, precision=precision
+                )
+            else:
+                samples = continue_together(model, source, prompts, config, precision=precision)
         return samples[0] if isinstance(prompt, str | np.ndarray) else samples
 
     @property

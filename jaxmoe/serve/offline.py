@@ -12,8 +12,7 @@ import numpy as np
 
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import GenerationConfig, Sample, TextCodec, continue_texts
-from jaxmoe.models.config import ModelConfig
+from jaxmoe.generation.text import GenerationConfig, LoadedModel, Sample, TextCodec, continue_texts
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.backend import Executor, backend_of
 from jaxmoe.serve.config import InstancesConfig
@@ -82,14 +81,11 @@ def answer_all(
 
 
 def continue_together(
-    model: ModelConfig,
+    model: LoadedModel,
     codec: TextCodec,
-    params: Any,
-    router_state: Any,
     prompts: Sequence[Sequence[int] | np.ndarray],
     generation: GenerationConfig,
     *,
-    execution: ExecutionConfig | None = None,
     precision: str = "",
 ) -> list[Sample]:
     """Continue prompts of any lengths, each as if it were alone, with the seeds seed, seed + 1, ...
@@ -98,26 +94,26 @@ def continue_together(
     by `continue_texts`, with one key for all prompts.
 
     Args:
-        model: Model of the parameters.
+        model: Model with parameters on one device, and how it is computed.
         codec: Decoder of tokens.
-        params: Parameters of the model, on one device.
-        router_state: Router state.
         prompts: Token ids of each prompt.
         generation: Length, sampling and ends.
-        execution: Execution of the model; defaults when None.
         precision: Formats of weights and cache, for the samples.
     """
-    execution = execution or ExecutionConfig()
+    execution = model.execution or ExecutionConfig()
     longest = max(len(prompt) for prompt in prompts) + generation.length
     length = -(-longest // _LENGTHS) * _LENGTHS
     rows = min(1 << (len(prompts) - 1).bit_length(), _MOST)
-    backend = backend_of(model)
-    if backend.refusal(model, execution) is not None:
-        settings: dict[str, Any] = {"execution": execution, "precision": precision}
-        return continue_texts(model, codec, params, router_state, prompts, generation, **settings)
+    backend = backend_of(model.config)
+    if backend.refusal(model.config, execution) is not None:
+        return continue_texts(model, codec, prompts, generation, precision=precision)
     sizes = backend.sizes_for(max_length=length, batch_size=rows)
     executor = backend.executor(
-        model, params, router_state or None, sizes=sizes, execution=execution
+        model.config,
+        model.params,
+        model.router_state or None,
+        sizes=sizes,
+        execution=execution,
     )
     requests = [
         Prompt(

@@ -46,7 +46,7 @@ def test_generation_has_them(finished, monkeypatch):
     models = []
 
     def continue_texts(model, *arguments, **given):
-        models.append(model)
+        models.append(model.config)
         return [Sample(prompt="1 2", text="3")]
 
     monkeypatch.setattr(run_module, "continue_texts", continue_texts)

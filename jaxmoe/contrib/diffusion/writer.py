@@ -7,16 +7,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
 
 from jaxmoe.contrib.diffusion.diffuse import diffuse
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import GenerationConfig, WriterConfig
+from jaxmoe.generation.text import GenerationConfig, LoadedModel, WriterConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.decode import MakePrograms
 
 STEPS_PER_TOKEN = 2.0
 """Steps of masked diffusion for each token: two tokens are seldom filled in at once then."""
@@ -34,18 +32,14 @@ class FillInConfig(WriterConfig):
 
     def write(
         self,
-        model: ModelConfig,
-        params: Any,
+        model: LoadedModel,
         prompts: Sequence[Sequence[int] | np.ndarray],
         config: GenerationConfig,
         *,
-        router_state: Any,
-        execution: ExecutionConfig | None,
         at_once: int,
-        programs: MakePrograms | None,
     ) -> Iterable[Iterable[np.ndarray]]:
         """Return all tokens as one part."""
-        if programs is not None:
+        if model.programs is not None:
             raise ValueError(
                 "model.attention.is_causal=False: this model has no cache, and is computed whole:"
                 " leave --layers and --experts out"
@@ -59,14 +53,14 @@ class FillInConfig(WriterConfig):
         padding = ((0, 0), (0, config.length))
         seeds = [(config.seed + row) % 2**31 for row in range(len(rows))]
         filled = diffuse(
-            model,
-            params,
+            model.config,
+            model.params,
             jax.numpy.asarray(np.pad(rows, padding)),
             jax.numpy.asarray(np.pad(np.ones_like(rows, bool), padding)),
             num_steps=math.ceil(STEPS_PER_TOKEN * config.length),
             keys=jax.vmap(jax.random.key)(np.asarray(seeds, np.int32)),
             sampling=config.sampling,
-            router_state=router_state,
-            execution=execution,
+            router_state=model.router_state,
+            execution=model.execution,
         )
         return [np.asarray(filled)[:, rows.shape[1] :]]

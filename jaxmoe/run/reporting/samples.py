@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jaxmoe.generation.text import GenerationConfig, continue_texts
+from jaxmoe.generation.text import GenerationConfig, LoadedModel, continue_texts
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.training.state import TrainState
@@ -29,10 +29,11 @@ def sample_text(assembly: Assembly, state: TrainState, length: int) -> str:
         prompt_length = training.sequence_length // 4
         length = training.sequence_length - prompt_length
     rows = [source.row("validation", row, prompt_length).tokens[:prompt_length] for row in (0, 1)]
-    params = jax.device_get(state.params)
-    router_state = jax.device_get(state.router_state)
-    config = GenerationConfig(length=length, sampling=SamplingConfig(temperature=0.8))
-    samples = continue_texts(
-        assembly.plan.model, source, params, router_state, [*map(np.asarray, rows)], config
+    model = LoadedModel(
+        config=assembly.plan.model,
+        params=jax.device_get(state.params),
+        router_state=jax.device_get(state.router_state),
     )
+    config = GenerationConfig(length=length, sampling=SamplingConfig(temperature=0.8))
+    samples = continue_texts(model, source, [*map(np.asarray, rows)], config)
     return "\n".join(map(str, samples))

@@ -9,7 +9,13 @@ import pytest
 
 from jaxmoe import init_params
 from jaxmoe.contrib.diffusion.diffuse import diffuse
-from jaxmoe.generation.text import GenerationConfig, certain_length, continue_texts, first_stop
+from jaxmoe.generation.text import (
+    GenerationConfig,
+    LoadedModel,
+    certain_length,
+    continue_texts,
+    first_stop,
+)
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.sampling import SamplingConfig
 
@@ -36,9 +42,10 @@ class Numbers:
 @pytest.mark.vertical("diffusion")
 def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     params, seen = init_params(MODEL, jax.random.key(0)), []
+    loaded = LoadedModel(config=MODEL, params=params)
     prompts = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]
     given = GenerationConfig(length=3, sampling=SamplingConfig(temperature=0.8), seed=5)
-    found = continue_texts(MODEL, Numbers(), params, None, prompts, given)
+    found = continue_texts(loaded, Numbers(), prompts, given)
     rows = jnp.pad(jnp.asarray(np.stack(prompts)), ((0, 0), (0, 3)))
     wanted = diffuse(
         MODEL,
@@ -51,15 +58,13 @@ def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     )
     assert [sample.token_ids for sample in found] == [tuple(row) for row in wanted[:, 2:].tolist()]
     assert [sample.prompt for sample in found] == ["1 2", "3 4"]
-    (one,) = continue_texts(
-        MODEL, Numbers(), params, None, prompts[:1], given, on_sample=seen.append
-    )
+    (one,) = continue_texts(loaded, Numbers(), prompts[:1], given, on_sample=seen.append)
     assert seen[-1] == one
     with pytest.raises(ValueError, match="continues prompts of one length together"):
-        continue_texts(MODEL, Numbers(), params, None, [prompts[0], prompts[1][:1]], given)
+        continue_texts(loaded, Numbers(), [prompts[0], prompts[1][:1]], given)
     first = GenerationConfig(length=3, sampling=SamplingConfig(top_k=1), seed=5)
     likely = GenerationConfig(length=3, sampling=SamplingConfig(temperature=0.0), seed=5)
-    two = [continue_texts(MODEL, Numbers(), params, None, prompts, one) for one in (first, likely)]
+    two = [continue_texts(loaded, Numbers(), prompts, one) for one in (first, likely)]
     assert two[0] == two[1]
 
 

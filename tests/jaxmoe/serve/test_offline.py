@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import GenerationConfig, continue_texts
+from jaxmoe.generation.text import GenerationConfig, LoadedModel, continue_texts
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.routing import UniformRandomConfig
 from jaxmoe.serve import Sampling
@@ -41,21 +41,25 @@ def test_sizes_hold_every_prompt():
     assert sizes_for(max_length=48, batch_size=2).context_lengths == (48,)
 
 
+def loaded(model):
+    return LoadedModel(config=model, params=params(model), router_state={})
+
+
 @pytest.mark.slow
 def test_texts_continued_together_equal_each_alone():
     given = GenerationConfig(
         length=9, sampling=SamplingConfig(temperature=0.9, top_k=8), seed=3, eos_ids=(5, 11)
     )
-    together = continue_together(MODEL, Letters(), params(), {}, PROMPTS, given, precision="f32")
+    together = continue_together(loaded(MODEL), Letters(), PROMPTS, given, precision="f32")
     for row, (prompt, sample) in enumerate(zip(PROMPTS, together, strict=True)):
         own = dataclasses.replace(given, seed=3 + row)
-        alone = continue_texts(MODEL, Letters(), params(), {}, [prompt], own, precision="f32")[0]
+        alone = continue_texts(loaded(MODEL), Letters(), [prompt], own, precision="f32")[0]
         assert sample == alone and sample.token_ids == alone.token_ids
     router = dataclasses.replace(MODEL.moe, router=UniformRandomConfig(), balancers=())
-    other = dataclasses.replace(MODEL, moe=router)
-    settings = {"execution": ExecutionConfig()}
-    found = continue_together(other, Letters(), params(other), {}, PROMPTS, given, **settings)
-    wanted = continue_texts(other, Letters(), params(other), {}, PROMPTS, given, **settings)
+    other = loaded(dataclasses.replace(MODEL, moe=router))
+    other = dataclasses.replace(other, execution=ExecutionConfig())
+    found = continue_together(other, Letters(), PROMPTS, given)
+    wanted = continue_texts(other, Letters(), PROMPTS, given)
     assert found == wanted
 
 
@@ -65,8 +69,8 @@ def test_texts_filled_in_together_equal_each_alone():
     given = GenerationConfig(
         length=4, sampling=SamplingConfig(temperature=0.9, top_p=0.9), seed=3, stop=("q",)
     )
-    weights, prompts = params(POINTWISE), [[1, 2, 3], [4], [5, 6]]
-    together = continue_together(POINTWISE, Letters(), weights, {}, prompts, given)
+    pointwise, prompts = loaded(POINTWISE), [[1, 2, 3], [4], [5, 6]]
+    together = continue_together(pointwise, Letters(), prompts, given)
     for row, (prompt, sample) in enumerate(zip(prompts, together, strict=True)):
         own = dataclasses.replace(given, seed=3 + row)
-        assert [sample] == continue_texts(POINTWISE, Letters(), weights, {}, [prompt], own)
+        assert [sample] == continue_texts(pointwise, Letters(), [prompt], own)

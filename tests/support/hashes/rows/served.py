@@ -191,7 +191,7 @@ def _adapters(directory: pathlib.Path) -> dict[str, str]:
 
 def _texts(directory: pathlib.Path) -> dict[str, str]:
     """Prompts that are continued together, with stop strings and ends."""
-    from jaxmoe.generation.text import GenerationConfig
+    from jaxmoe.generation.text import GenerationConfig, LoadedModel
     from jaxmoe.models.sampling import SamplingConfig
     from jaxmoe.serve.offline import continue_together
     from tests.support.serving import MODEL, params
@@ -200,7 +200,8 @@ def _texts(directory: pathlib.Path) -> dict[str, str]:
     law = SamplingConfig(temperature=0.9, top_k=8)
     config = GenerationConfig(length=9, sampling=law, seed=3, eos_ids=(5, 11))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [3, 2]]
-    samples = continue_together(MODEL, Letters(), params(), {}, prompts, config, precision="f32")
+    model = LoadedModel(config=MODEL, params=params(), router_state={})
+    samples = continue_together(model, Letters(), prompts, config, precision="f32")
     return {"tokens": digest_of_record([[sample.text, sample.token_ids] for sample in samples])}
 
 
