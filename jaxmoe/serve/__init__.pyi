@@ -4,7 +4,6 @@ from jaxmoe.serve.blocks import BlockPool as BlockPool
 from jaxmoe.serve.facts import Facts as Facts
 from jaxmoe.serve.facts import WorkPart as WorkPart
 from jaxmoe.serve.instance import Instance as Instance
-from jaxmoe.serve.plan import Lane as Lane
 from jaxmoe.serve.plan import Plan as Plan
 from jaxmoe.serve.plan import PlanError as PlanError
 from jaxmoe.serve.plan import PromptPiece as PromptPiece

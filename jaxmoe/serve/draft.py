@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.plan import Eviction, Lane, Plan, PromptPiece
+from jaxmoe.serve.plan import Eviction, Plan, PromptPiece
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
@@ -30,7 +30,8 @@ class Draft:
         self._admitted: list[int] = []
         self._restored: list[int] = []
         self._away = list[Sequence]()
-        self._lanes: dict[int, tuple[list[int], list[PromptPiece]]] = {}
+        self._singles: list[int] = []
+        self._pieces: list[PromptPiece] = []
         self._restore()
 
     @property
@@ -60,39 +61,35 @@ class Draft:
             return len(sequence.tokens) - self._computed[sequence.id]
         return len(sequence.tokens) - len(self.view.hits(sequence)) * self.view.facts.page_size
 
-    def tokens(self, lane: int = 0) -> int:
-        """Return the tokens drafted so far for a lane."""
-        singles, pieces = self._lanes.get(lane, ([], []))
-        return len(singles) + sum(piece.count for piece in pieces)
+    def tokens(self) -> int:
+        """Return the tokens drafted so far."""
+        return len(self._singles) + sum(self.counts())
 
-    def counts(self, lane: int = 0) -> list[int]:
-        """Return the tokens of each piece drafted so far for a lane."""
-        return [piece.count for piece in self._lanes.get(lane, ([], []))[1]]
+    def counts(self) -> list[int]:
+        """Return the tokens of each piece drafted so far."""
+        return [piece.count for piece in self._pieces]
 
-    def single(self, sequence: Sequence, lane: int = 0) -> bool:
+    def single(self, sequence: Sequence) -> bool:
         """Let a running sequence draw a token, at the cost of later ones if pages are lacking.
 
         Args:
             sequence: Sequence with one token left.
-            lane: Partition of the device.
 
         Returns:
             Whether it has a place; it may itself have been evicted.
         """
         shapes = self.view.facts.shapes
-        singles, _ = self._lanes.setdefault(lane, ([], []))
-        if shapes is not None and len(singles) >= shapes.singles:
+        if shapes is not None and len(self._singles) >= shapes.singles:
             return False
         if sequence.id not in self._running or not self._grow(sequence, 1):
             return False
-        singles.append(sequence.id)
+        self._singles.append(sequence.id)
         return True
 
     def piece(
         self,
         sequence: Sequence,
         count: int,
-        lane: int = 0,
         layers: tuple[int, int] | None = None,
     ) -> int:
         """Compute part of a prompt; a waiting sequence is admitted if its whole prompt fits.
@@ -100,21 +97,19 @@ class Draft:
         Args:
             sequence: Running or waiting sequence.
             count: Tokens at most; a compiled shape may take fewer.
-            lane: Partition of the device.
             layers: First layer and the one after the last; None for all layers.
 
         Returns:
             Tokens that have a place, 0 if none.
         """
-        counts = self.counts(lane)
-        count = self.view.facts.piece(min(count, self.left(sequence)), counts)
+        count = self.view.facts.piece(min(count, self.left(sequence)), self.counts())
         if sequence.layers_done and count != sequence.layered_count or count <= 0:
             return 0
         if sequence.id not in self._running and not self.admit(sequence):
             return 0
         if not self._grow(sequence, count):
             return 0
-        self._lanes.setdefault(lane, ([], []))[1].append(PromptPiece(sequence.id, count, layers))
+        self._pieces.append(PromptPiece(sequence.id, count, layers))
         return count
 
     def admit(self, sequence: Sequence) -> bool:
@@ -141,13 +136,14 @@ class Draft:
         Args:
             wake: Time at which the policy wants to be asked again.
         """
-        lanes = tuple(
-            Lane(tuple(singles), tuple(pieces), number)
-            for number, (singles, pieces) in sorted(self._lanes.items())
-            if singles or pieces
+        return Plan(
+            singles=tuple(self._singles),
+            pieces=tuple(self._pieces),
+            admit=tuple(self._admitted),
+            evict=tuple(self.evicted),
+            restore=tuple(self._restored),
+            wake=wake,
         )
-        moves = (tuple(self._admitted), tuple(self.evicted), tuple(self._restored))
-        return Plan(lanes, *moves, wake)
 
     def _restore(self) -> None:
         facts = self.view.facts

@@ -65,6 +65,8 @@ class Facts:
     """Sequences in the queue at most; further ones are refused."""
     num_layers: int = 1
     """Layers of the model."""
+    steps_at_once: int = 1
+    """Steps that run at the same time at most."""
     shapes: Shapes | None = None
     """Compiled shapes; None takes any number of pieces of any length."""
     capabilities: frozenset[str] = frozenset({"pages"})

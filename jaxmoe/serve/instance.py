@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.plan import EvictionKind, Lane, Plan
+from jaxmoe.serve.plan import EvictionKind, Plan
 from jaxmoe.serve.queues import Queues
 from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.rules import check
@@ -31,9 +31,6 @@ from jaxmoe.serve.view import InstanceView
 
 class Instance:
     """Requests of one instance from submission to their end."""
-
-    step_type: ClassVar[type[EngineStep]] = EngineStep
-    """What an executor gets."""
 
     def __init__(self, facts: Facts, policy: str = "policy", *, has_sharing: bool = True):
         if facts.max_length > facts.num_pages * facts.page_size:
@@ -53,8 +50,8 @@ class Instance:
         """Tokens taken from the pool at admissions instead."""
         self.has_sharing = has_sharing
         """Whether requests share the pages of equal beginnings."""
-        self.flying: dict[int, EngineStep] = {}
-        """Steps that have started and not ended, by lane."""
+        self.flying: list[EngineStep] = []
+        """Steps that have started and not ended."""
         self.copies: list[tuple[int, int]] = []
         """Pages to copy with the next step."""
         self.dropped: list[int] = []
@@ -140,17 +137,13 @@ class Instance:
             return ()
         return (self.end(sequence, "stop"),)
 
-    def view(self, now: float, free_lanes: tuple[int, ...] | None = None) -> InstanceView:
+    def view(self, now: float) -> InstanceView:
         """Return what a policy may see.
 
         Args:
             now: Seconds on the instance's clock.
-            free_lanes: Partitions on which nothing runs; found by the steps in flight by default.
         """
         running = self.queues.running.values()
-        if free_lanes is None:
-            lanes = (0, 1) if "partitions" in self.facts.capabilities else (0,)
-            free_lanes = tuple(lane for lane in lanes if lane not in self.flying)
         return InstanceView(
             now=now,
             facts=self.facts,
@@ -159,7 +152,7 @@ class Instance:
             busy=tuple(sequence for sequence in running if sequence.is_busy),
             waiting=tuple(self.queues.waiting),
             swapped=tuple(sorted(self.queues.swapped.values(), key=lambda sequence: sequence.rank)),
-            free_lanes=free_lanes,
+            flying=tuple(self.flying),
             finished=tuple(self.queues.finished),
             has_sharing=self.has_sharing,
             num_moving=len(self.queues.moving) + len(self.incoming),
@@ -178,7 +171,7 @@ class Instance:
             The plan, and steps to be executed and then given to `apply`.
         """
         view = self.view(now)
-        if self.is_idle or not view.free_lanes:
+        if self.is_idle or not view.is_free:
             return Plan(), ()
         plan = policy(view)
         return plan, self.start(plan, now)
@@ -191,7 +184,7 @@ class Instance:
             now: Seconds on the instance's clock.
 
         Returns:
-            A step for each lane, to be executed and then given to `apply`.
+            A step to be executed and then given to `apply`; none where there is nothing to do.
 
         Raises:
             PlanError: The plan breaks a rule; nothing was changed.
@@ -203,16 +196,20 @@ class Instance:
         for id_ in plan.admit:
             self._admit(waiting[id_], view.hits(waiting[id_]), now)
         back = tuple(self._restore(id_) for id_ in plan.restore)
-        steps = [self._step(lane) for lane in plan.lanes]
-        if not steps and (out or back):
-            steps = [self.step_type(singles=(), pieces=(), number=min(view.free_lanes, default=0))]
-        if steps:
-            moved = {"out": out, "back": back, "copies": tuple(self.copies)}
-            steps[0] = dataclasses.replace(steps[0], **moved, dropped=tuple(self.dropped))
-            self.copies = []
-            self.dropped = []
-        self.flying |= {step.number: step for step in steps}
-        return tuple(steps)
+        if not (plan.singles or plan.pieces or out or back):
+            return ()
+        step = EngineStep(
+            singles=tuple(self._work(id_, 1, None) for id_ in plan.singles),
+            pieces=tuple(self._work(piece.id, piece.count, piece.layers) for piece in plan.pieces),
+            out=out,
+            back=back,
+            copies=tuple(self.copies),
+            dropped=tuple(self.dropped),
+        )
+        self.copies = []
+        self.dropped = []
+        self.flying.append(step)
+        return (step,)
 
     def apply(self, step: EngineStep, results: Mapping[int, Any], now: float) -> tuple[Event, ...]:
         """Take over what a step computed.
@@ -225,7 +222,7 @@ class Instance:
         Returns:
             New tokens and ended streams.
         """
-        del self.flying[step.number]
+        self.flying = [flying for flying in self.flying if flying is not step]
         events: list[Event] = []
         for work in step.works:
             sequence = self.queues.sequences[work.id]
@@ -354,13 +351,6 @@ class Instance:
             if pages is None:
                 raise AssertionError(f"{count} pages for sequence {sequence.id} are lacking")
             sequence.pages += pages
-
-    def _step(self, lane: Lane) -> EngineStep:
-        return self.step_type(
-            singles=tuple(self._work(id_, 1, None) for id_ in lane.singles),
-            pieces=tuple(self._work(piece.id, piece.count, piece.layers) for piece in lane.pieces),
-            number=lane.number,
-        )
 
     def _work(self, id_: int, count: int, layers: tuple[int, int] | None) -> Work:
         sequence = self.queues.running[id_]

@@ -184,7 +184,7 @@ class Members:
         """Return what takes over a step; an error ends all streams of its instance."""
 
         def finish(done: Future[Any]) -> None:
-            if member.instance.flying.get(step.number) is not step:
+            if all(flying is not step for flying in member.instance.flying):
                 return  # another call of this executor has failed meanwhile
             if (error := done.exception()) is not None:
                 self._fail(member, f"a step failed: {type(error).__name__}: {error}")

@@ -45,26 +45,13 @@ class Eviction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lane:
-    """Work that runs as one program."""
+class Plan:
+    """What an instance does next. Evictions come first, then restores, then admissions."""
 
     singles: tuple[int, ...] = ()
     """Sequences that compute their last token and draw the next."""
     pieces: tuple[PromptPiece, ...] = ()
-    number: int = 0
-    """Which of the device's partitions."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the lane computes."""
-        return len(self.singles) + sum(piece.count for piece in self.pieces)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """What an instance does next. Evictions come first, then restores, then admissions."""
-
-    lanes: tuple[Lane, ...] = ()
+    """Parts of prompts to compute beside."""
     admit: tuple[int, ...] = ()
     """Waiting sequences that become running."""
     evict: tuple[Eviction, ...] = ()
@@ -83,7 +70,7 @@ class Plan:
         admit: Iterable[int] = (),
         evict: Iterable[Eviction] = (),
     ) -> Plan:
-        """Return a plan of one lane.
+        """Return a plan of any iterables.
 
         Args:
             singles: Sequences that draw a token.
@@ -91,9 +78,12 @@ class Plan:
             admit: Waiting sequences that become running.
             evict: Running sequences that give their pages back.
         """
-        lane = Lane(tuple(singles), tuple(pieces))
-        lanes = (lane,) if lane.num_tokens else ()
-        return cls(lanes, tuple(admit), tuple(evict))
+        return cls(tuple(singles), tuple(pieces), tuple(admit), tuple(evict))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes; 0 where the plan has no step."""
+        return len(self.singles) + sum(piece.count for piece in self.pieces)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.plan import Lane, Plan, PlanError, PromptPiece
+from jaxmoe.serve.plan import Plan, PlanError, PromptPiece
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
@@ -38,15 +38,14 @@ class _Check:
 
     def run(self) -> None:
         self.check_movements()
-        self.check_lanes()
-        for lane in self.plan.lanes:
-            self.check_shape(lane)
-            for id_ in lane.singles:
-                self.require("single", self.count(id_) == 1, f"sequence {id_} has not 1 token left")
-                self.grow(id_, 1)
-            for piece in lane.pieces:
-                self.check_piece(piece)
-                self.grow(piece.id, piece.count)
+        self.check_sequences()
+        self.check_shape()
+        for id_ in self.plan.singles:
+            self.require("single", self.count(id_) == 1, f"sequence {id_} has not 1 token left")
+            self.grow(id_, 1)
+        for piece in self.plan.pieces:
+            self.check_piece(piece)
+            self.grow(piece.id, piece.count)
         self.require("pages", self.ledger.free >= 0, f"{-self.ledger.free} pages are lacking")
 
     def require(self, rule: str, holds: bool, detail: str) -> None:
@@ -89,27 +88,21 @@ class _Check:
         self.held[sequence.id] = num_pages
         self.ledger.take(num_pages)
 
-    def check_lanes(self) -> None:
+    def check_sequences(self) -> None:
         plan = self.plan
-        view = self.view
-        numbers = [lane.number for lane in plan.lanes]
-        self.require(
-            "lane",
-            len(set(numbers)) == len(numbers) and set(numbers) <= set(view.free_lanes),
-            f"lanes {numbers} of the free ones {list(view.free_lanes)}",
-        )
-        ids = [id_ for lane in plan.lanes for id_ in lane.singles]
-        ids += [piece.id for lane in plan.lanes for piece in lane.pieces]
+        ids = [*plan.singles, *(piece.id for piece in plan.pieces)]
+        self.require("free", self.view.is_free or not ids, "as many steps run as may")
         self.require("once", len(set(ids)) == len(ids), f"{ids} names a sequence twice")
         for id_ in ids:
             self.require("running", id_ in self.running, f"sequence {id_} does not run")
 
-    def check_shape(self, lane: Lane) -> None:
+    def check_shape(self) -> None:
         shapes = self.view.facts.shapes
-        counts = [piece.count for piece in lane.pieces]
+        number = len(self.plan.singles)
+        counts = [piece.count for piece in self.plan.pieces]
         if shapes is not None:
-            fits = len(lane.singles) <= shapes.singles and shapes.fitting(counts) is not None
-            detail = f"{len(lane.singles)} singles and pieces of {counts} fit none of {shapes}"
+            fits = number <= shapes.singles and shapes.fitting(counts) is not None
+            detail = f"{number} singles and pieces of {counts} fit none of {shapes}"
             self.require("shape", fits, detail)
 
     def check_piece(self, piece: PromptPiece) -> None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an executor gets: the work of one lane, with pages taken and tokens named."""
+"""What an executor gets: the work of a plan, with pages taken and tokens named."""
 
 from __future__ import annotations
 
@@ -59,12 +59,10 @@ class Swap:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStep:
-    """One lane of a plan. An executor does `copies`, `out`, `back` and the work, in this order."""
+    """The work of a plan. An executor does `copies`, `out`, `back` and the work, in this order."""
 
     singles: tuple[Work, ...]
     pieces: tuple[Work, ...]
-    number: int = 0
-    """Lane."""
     out: tuple[Swap, ...] = ()
     """Pages to copy to host memory before they are overwritten."""
     back: tuple[Swap, ...] = ()

@@ -10,6 +10,7 @@ from jaxmoe.serve.blocks import BlockPool
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.ledger import PageLedger
 from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.step import EngineStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,13 +24,13 @@ class InstanceView:
     running: tuple[Sequence, ...]
     """Sequences with pages that no step computes right now, in the order of their admission."""
     busy: tuple[Sequence, ...] = ()
-    """Sequences that another lane computes right now."""
+    """Sequences that a step computes right now."""
     waiting: tuple[Sequence, ...] = ()
     """Sequences in the queue, in the order of priority and arrival."""
     swapped: tuple[Sequence, ...] = ()
     """Sequences whose pages are in host memory, the oldest first."""
-    free_lanes: tuple[int, ...] = (0,)
-    """Partitions of the device on which nothing runs."""
+    flying: tuple[EngineStep, ...] = ()
+    """Steps that have started and not ended."""
     finished: tuple[Sequence, ...] = ()
     """Sequences that ended lately, for policies that adapt to what clients saw."""
     has_sharing: bool = True
@@ -37,6 +38,11 @@ class InstanceView:
     num_moving: int = 0
     """Sequences on their way to another instance or from one: they hold pages and a place, and no
     step computes them."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another step may start."""
+        return len(self.flying) < self.facts.steps_at_once
 
     @property
     def num_running(self) -> int:

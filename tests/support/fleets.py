@@ -161,7 +161,7 @@ class Rig:
         ]
         for number, worker in enumerate(self.workers):
             plan, steps = self.fleet.start(number, self.now)
-            if plan.lanes:
+            if plan.num_tokens:
                 self.plans.append((number, plan))
             self.flying += [(number, step, worker.run(step)) for step in steps]
         self.fleet.check_pages()

@@ -83,9 +83,9 @@ class RowsInstance(Instance):
         for id_ in plan.admit:
             self._admit(waiting[id_], (), now)
             self._rows[id_] = self._begun(waiting[id_].request)
-        works = tuple(self._row_work(id_) for lane in plan.lanes for id_ in lane.singles)
+        works = tuple(self._row_work(id_) for id_ in plan.singles)
         steps = (EngineStep(singles=works, pieces=()),) if works else ()
-        self.flying |= {step.number: step for step in steps}
+        self.flying += steps
         return steps
 
     def end(self, sequence: Sequence, reason: EndReason, message: str = "") -> End:

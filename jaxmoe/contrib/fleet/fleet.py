@@ -195,7 +195,7 @@ class Fleet:
             self.num_aborted += 1
 
     def start(self, number: int, now: float) -> tuple[Plan, tuple[EngineStep, ...]]:
-        """Start what the policy of an instance wants, if a lane is free.
+        """Start what the policy of an instance wants, if another step may start.
 
         Args:
             number: Instance.

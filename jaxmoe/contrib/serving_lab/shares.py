@@ -1,73 +1,123 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that have a share of the device, or are cut into parts that overlap."""
+"""Lanes: steps that run at once on shares of the device, or are cut into parts that overlap."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Iterable
 
-from jaxmoe.serve.draft import Draft
+from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.instance import Instance
-from jaxmoe.serve.plan import Lane, Plan, PlanError
+from jaxmoe.serve.plan import Plan, PlanError, PromptPiece
 from jaxmoe.serve.step import EngineStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SharedLane(Lane):
-    """Work that runs beside that of other lanes."""
+class Lane:
+    """Work that runs as one program."""
 
+    singles: tuple[int, ...] = ()
+    """Sequences that compute their last token and draw the next."""
+    pieces: tuple[PromptPiece, ...] = ()
+    """Parts of prompts to compute beside."""
+    number: int = 0
+    """Which of the device's partitions."""
     share: float = 1.0
     """Share of the device that the lane may use."""
     nano_batches: int = 1
     """Parts into which the step is cut, so that compute, memory and network overlap."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the lane computes."""
+        return len(self.singles) + sum(piece.count for piece in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LanesPlan(Plan):
+    """A plan whose work is divided into lanes."""
+
+    lanes: tuple[Lane, ...] = ()
+    """The same singles and pieces, lane by lane."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SharedStep(EngineStep):
+class LaneStep(EngineStep):
     """One lane of a plan, as the simulator computes its time."""
 
+    number: int = 0
+    """Which of the device's partitions."""
     share: float = 1.0
     """Share of the device."""
     nano_batches: int = 1
     """Parts into which the step is cut."""
 
 
-class SharedInstance(Instance):
-    """Requests of one simulated instance."""
-
-    step_type: ClassVar[type[EngineStep]] = SharedStep
+class LanesInstance(Instance):
+    """Requests of one simulated instance, whose device may be split."""
 
     def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
-        """Check the shares of a plan too, and start its steps."""
-        for lane in plan.lanes:
-            if isinstance(lane, SharedLane) and not 0 < lane.share <= 1:
+        """Check the lanes of a plan too, and start a step for each."""
+        free = free_lanes(self.flying, self.facts)
+        lanes = lanes_of(plan)
+        numbers = [lane.number for lane in lanes]
+        if len(set(numbers)) < len(numbers) or not set(numbers) <= set(free):
+            raise PlanError(self.policy, "lane", f"lanes {numbers} of the free ones {[*free]}")
+        for lane in lanes:
+            if not 0 < lane.share <= 1:
                 raise PlanError(self.policy, "share", f"share={lane.share} of lane {lane.number}")
-        return super().start(plan, now)
-
-    def _step(self, lane: Lane) -> EngineStep:
-        step = super()._step(lane)
-        if not isinstance(lane, SharedLane):
-            return step
-        return dataclasses.replace(step, share=lane.share, nano_batches=lane.nano_batches)
-
-
-class SharedDraft(Draft):
-    """A plan under construction whose lanes have shares."""
-
-    def shared_plan(self, shares: dict[int, float] | None = None, nano_batches: int = 1) -> Plan:
-        """Return the plan.
-
-        Args:
-            shares: Share of the device by lane; all of it by default.
-            nano_batches: Parts into which the step is cut.
-        """
-        plan = self.plan()
-        share = shares or {}
-        lanes = tuple(
-            SharedLane(
-                lane.singles, lane.pieces, lane.number, share.get(lane.number, 1.0), nano_batches
+        steps = super().start(plan, now)
+        if not steps:
+            return ()
+        (whole,) = steps
+        works = {work.id: work for work in whole.works}
+        first, *further = lanes or (Lane(number=min(free, default=0)),)
+        parts = [
+            LaneStep(
+                singles=tuple(works[id_] for id_ in lane.singles),
+                pieces=tuple(works[piece.id] for piece in lane.pieces),
+                number=lane.number,
+                share=lane.share,
+                nano_batches=lane.nano_batches,
             )
-            for lane in plan.lanes
+            for lane in (first, *further)
+        ]
+        parts[0] = dataclasses.replace(
+            parts[0], out=whole.out, back=whole.back, copies=whole.copies, dropped=whole.dropped
         )
-        return dataclasses.replace(plan, lanes=lanes)
+        self.flying[-1:] = parts
+        return tuple(parts)
+
+
+def lanes_of(plan: Plan) -> tuple[Lane, ...]:
+    """Return the lanes of a plan, a single one of the whole device for most policies.
+
+    Args:
+        plan: Plan of any policy.
+    """
+    if isinstance(plan, LanesPlan):
+        return plan.lanes
+    return (Lane(plan.singles, plan.pieces),) if plan.singles or plan.pieces else ()
+
+
+def free_lanes(flying: Iterable[EngineStep], facts: Facts) -> tuple[int, ...]:
+    """Return the partitions of a device on which nothing runs.
+
+    Args:
+        flying: Steps that have started and not ended.
+        facts: Properties of the instance.
+    """
+    numbers = {step.number for step in flying if isinstance(step, LaneStep)}
+    return tuple(lane for lane in range(facts.steps_at_once) if lane not in numbers)
+
+
+def in_lanes(plan: Plan, *lanes: Lane) -> LanesPlan:
+    """Return a plan divided into those of some lanes that have work.
+
+    Args:
+        plan: All work.
+        lanes: Its division.
+    """
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    return LanesPlan(**fields, lanes=tuple(lane for lane in lanes if lane.num_tokens))

@@ -11,7 +11,6 @@ from jaxmoe.serve import (
     BATCHING,
     Facts,
     Instance,
-    Lane,
     Plan,
     PlanError,
     PromptPiece,
@@ -43,7 +42,6 @@ BROKEN = {
     "known": (Plan.of([9]), "running", "sequence 9 does not run"),
     "a single twice": (Plan.of([0, 0]), "once", "names a sequence twice"),
     "single and piece": (Plan.of([0], [PromptPiece(0, 1)]), "once", "names a sequence twice"),
-    "two lanes": (Plan((Lane((0,)), Lane((1,), number=1))), "lane", "lanes"),
     "waiting": (Plan.of([], [PromptPiece(3, 5)]), "running", "sequence 3 does not run"),
     "evicted and computed": (Plan.of([0], evict=[Eviction(0)]), "running", "sequence 0 does not"),
     "evicted and admitted": (Plan.of([], admit=[0], evict=[Eviction(0)]), "once", "twice"),
@@ -55,7 +53,7 @@ BROKEN = {
         "count",
         "3 tokens of sequence 2, which has 2 left",
     ),
-    "none": (Plan((Lane((0,), (PromptPiece(2, 0),)),)), "count", "0 tokens of sequence 2"),
+    "none": (Plan((0,), (PromptPiece(2, 0),)), "count", "0 tokens of sequence 2"),
     "prompt as a single": (Plan.of([2]), "single", "sequence 2 has not 1 token left"),
     "pages": (
         Plan.of([1], [PromptPiece(2, 2), PromptPiece(3, 5), PromptPiece(4, 5)], admit=[3, 4]),
@@ -83,6 +81,14 @@ def test_a_broken_rule_is_named(name):
     assert before == after
     instance.check_pages()
     assert instance.start(Plan.of([0, 1], [PromptPiece(2, 2)]), 2.0)
+
+
+def test_no_second_step_begins_beside_one():
+    instance = served()
+    assert instance.start(Plan.of([0]), 2.0)
+    with pytest.raises(PlanError, match="as many steps run as may") as error:
+        instance.start(Plan.of([1]), 2.0)
+    assert error.value.rule == "free"
 
 
 def test_more_sequences_than_may_run_are_not_admitted():

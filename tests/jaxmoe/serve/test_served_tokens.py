@@ -121,16 +121,12 @@ class Swapping(SplitFuseConfig):
             if next(asked) % 3 or found.evict or found.admit or found.restore or not view.running:
                 return found
             victim = view.running[0].id
-            lanes = tuple(
-                dataclasses.replace(
-                    lane,
-                    singles=tuple(id_ for id_ in lane.singles if id_ != victim),
-                    pieces=tuple(piece for piece in lane.pieces if piece.id != victim),
-                )
-                for lane in found.lanes
+            return dataclasses.replace(
+                found,
+                singles=tuple(id_ for id_ in found.singles if id_ != victim),
+                pieces=tuple(piece for piece in found.pieces if piece.id != victim),
+                evict=(Eviction(victim, "swap"),),
             )
-            lanes = tuple(lane for lane in lanes if lane.num_tokens)
-            return dataclasses.replace(found, lanes=lanes, evict=(Eviction(victim, "swap"),))
 
         return plan
 

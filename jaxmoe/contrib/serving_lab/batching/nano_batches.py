@@ -12,7 +12,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
-from jaxmoe.contrib.serving_lab.shares import SharedDraft
+from jaxmoe.contrib.serving_lab.shares import Lane, in_lanes
+from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching.base import TIMES, Batching
@@ -39,7 +40,7 @@ class NanoBatchesConfig(SimulatedBatchingConfig):
         """Return the policy for one instance."""
 
         def plan(view: InstanceView) -> Plan:
-            draft = SharedDraft(view)
+            draft = Draft(view)
             parts = []
             for sequence in draft.decoding()[: self.budget]:
                 if draft.single(sequence):
@@ -55,6 +56,7 @@ class NanoBatchesConfig(SimulatedBatchingConfig):
                 cost = facts.cost
                 numbers = range(1, min(self.most, sum(part.count for part in parts)) + 1)
                 best = min(numbers, key=lambda n: cost.seconds(parts, nano_batches=n))
-            return draft.shared_plan(nano_batches=best)
+            plan = draft.plan()
+            return in_lanes(plan, Lane(plan.singles, plan.pieces, nano_batches=best))
 
         return plan

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from jaxmoe.contrib.serving_lab.shares import SharedDraft
+from jaxmoe.contrib.serving_lab.shares import Lane, free_lanes, in_lanes
+from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.view import InstanceView
 
@@ -20,12 +21,18 @@ def plan_lanes(view: InstanceView, decode_share: float, budget: int) -> Plan:
         decode_share: Share of the device for decoding; prompts have the rest.
         budget: Tokens of the prompts of one step.
     """
-    draft = SharedDraft(view)
-    if DECODE in view.free_lanes:
+    draft = Draft(view)
+    free = free_lanes(view.flying, view.facts)
+    if DECODE in free:
         for sequence in draft.decoding():
-            draft.single(sequence, DECODE)
-    if PREFILL in view.free_lanes:
+            draft.single(sequence)
+    if PREFILL in free:
         for sequence in (*draft.prompts(), *view.waiting):
-            if not draft.piece(sequence, budget - draft.tokens(PREFILL), PREFILL):
+            if not draft.piece(sequence, budget - sum(draft.counts())):
                 break
-    return draft.shared_plan({DECODE: decode_share, PREFILL: 1.0 - decode_share})
+    plan = draft.plan()
+    return in_lanes(
+        plan,
+        Lane(plan.singles, (), DECODE, decode_share),
+        Lane((), plan.pieces, PREFILL, 1.0 - decode_share),
+    )

@@ -18,7 +18,7 @@ from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedDispatchCon
 from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.fleet.migration import Copy
 from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
-from jaxmoe.contrib.serving_lab.shares import SharedInstance, SharedStep
+from jaxmoe.contrib.serving_lab.shares import LanesInstance, LaneStep
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
 from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
 from jaxmoe.contrib.serving_lab.simulation.scaled import SimulatedScaling
@@ -55,8 +55,8 @@ class Simulation:
         facts = dataclasses.replace(facts, kv_bytes=float(cost.sizes.kv_bytes))
         if retention is not None:
             facts = retention.facts(facts)
-        if "partitions" not in batching.needs:
-            facts = dataclasses.replace(facts, capabilities=facts.capabilities - {"partitions"})
+        if "partitions" in batching.needs:
+            facts = dataclasses.replace(facts, steps_at_once=2)
         dispatch = dispatch or LeastLoadedDispatchConfig()
         self.now = 0.0
         self.plans: list[tuple[int, Plan]] = []
@@ -71,7 +71,7 @@ class Simulation:
         self.busy_seconds = [0.0] * num_instances
         self._cost, self.meter = cost, PowerMeter()
         self.fleet = Fleet(
-            [SharedInstance(facts, batching.name) for _ in range(num_instances)],
+            [LanesInstance(facts, batching.name) for _ in range(num_instances)],
             [batching.build(facts) for _ in range(num_instances)],
             dispatch,
         )
@@ -162,13 +162,13 @@ class Simulation:
             self._at(now + self.scaling.interval, self._decide)
 
     def _kick(self, number: int) -> None:
-        """Start what the policy wants of an instance, if a lane is free."""
+        """Start what the policy wants of an instance, if another step may start."""
         plan, steps = self.fleet.start(number, self.now)
-        if plan.lanes:
+        if plan.num_tokens:
             self.plans.append((number, plan))
         for step in steps:
             parts = [WorkPart(len(w.tokens), w.start, w.layers) for w in step.works]
-            assert isinstance(step, SharedStep)  # as instances of the simulator make them
+            assert isinstance(step, LaneStep)  # as instances of the simulator make them
             model = self.scaling.costs[number]
             cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)
             transfer = self._swap(step)

@@ -164,11 +164,10 @@ def test_no_answer_is_written_where_prompts_are_computed(name):
     simulation, routes = fleet(name, arrivals(rate=200.0), 3)
     first = simulation.fleet.roles.index("decode")
     for number, plan in simulation.plans:
-        for lane in plan.lanes:
-            if number < first:
-                assert not lane.singles
-            else:
-                assert not lane.pieces
+        if number < first:
+            assert not plan.singles
+        else:
+            assert not plan.pieces
     assert {route.decode for route in routes.values()} == set(range(first, 3))
     assert simulation.num_moves == sum(len(a.answer) > 1 for a in arrivals(rate=200.0))
 

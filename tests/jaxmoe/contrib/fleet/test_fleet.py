@@ -138,7 +138,7 @@ def test_the_engine_makes_the_plans_of_the_simulator(policy, retention):
     facts = dataclasses.replace(TIGHT, max_waiting=256)
     simulation = Simulation(arrivals, facts, config, FREE_SWAPS, retention=kept)
     simulation.run()
-    assert [one for one in plans if one.lanes] == [one for _, one in simulation.plans]
+    assert [one for one in plans if one.num_tokens] == [one for _, one in simulation.plans]
     found = [tokens for tokens, _ in map(read, streams)]
     assert found == [answer(one, 40) for _, one in requests(8)]
     is_preempted = simulation.num_preempted > 0

@@ -102,7 +102,7 @@ def test_a_move_that_is_taken_back_changes_nothing():
     instance.submit(request, 0.0)
     steps(instance, policy, executor, streams, 2)
     depart(instance, 0)
-    assert policy(instance.view(3.0)).lanes == ()
+    assert policy(instance.view(3.0)).num_tokens == 0
     stay(instance, 0)
     steps(instance, policy, executor, streams)
     assert streams.tokens[0] == answer(request, 40)

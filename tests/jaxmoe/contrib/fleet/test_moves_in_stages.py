@@ -127,8 +127,8 @@ def test_a_hand_over_after_the_first_token_copies_each_page_once(length):
     rig = Rig(FACTS, ScriptedConfig(decode=1)).serve([(0.0, request)])
     check_tokens(rig, [(0.0, request)])
     assert rig.fleet.pages_copied == [num_pages(length, 4), 0]
-    singles = [number for number, plan in rig.plans for lane in plan.lanes if lane.singles]
-    pieces = [number for number, plan in rig.plans for lane in plan.lanes if lane.pieces]
+    singles = [number for number, plan in rig.plans if plan.singles]
+    pieces = [number for number, plan in rig.plans if plan.pieces]
     assert set(singles) == {1} and set(pieces) <= {0}
 
 

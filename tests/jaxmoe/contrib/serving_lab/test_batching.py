@@ -10,14 +10,13 @@ import pytest
 
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.batching.semi_pd import direction
-from jaxmoe.contrib.serving_lab.shares import SharedInstance, SharedLane
+from jaxmoe.contrib.serving_lab.shares import Lane, LanesInstance, LanesPlan, lanes_of
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Roofline
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import (
     Facts,
     Instance,
     LatencyObjective,
-    Plan,
     PlanError,
     PromptPiece,
     Request,
@@ -42,8 +41,8 @@ def arrival(id_, prompt, time=0.0, tokens=3, **fields):
 def planned(policy, requests, *, now=0.0, facts=None, **fields):
     """Return the first plan of a policy for requests that have just arrived."""
     facts = dataclasses.replace(FACTS, **(facts or {}))
-    if "partitions" not in EVERY_BATCHING[policy].needs:
-        facts = dataclasses.replace(facts, capabilities=facts.capabilities - {"partitions"})
+    if "partitions" in EVERY_BATCHING[policy].needs:
+        facts = dataclasses.replace(facts, steps_at_once=2)
     instance = Instance(facts, policy)
     for one in requests:
         instance.submit(one, now)
@@ -51,7 +50,7 @@ def planned(policy, requests, *, now=0.0, facts=None, **fields):
 
 
 def lanes(simulation):
-    return [lane for _, plan in simulation.plans for lane in plan.lanes]
+    return [lane for _, plan in simulation.plans for lane in lanes_of(plan)]
 
 
 @pytest.mark.parametrize("name", EVERY_BATCHING)
@@ -81,13 +80,13 @@ def test_a_step_has_at_most_the_tokens_of_its_budget(name):
 
 def test_split_fuse_composes_short_prompts_and_splits_long_ones():
     plan = planned("split_fuse", [request(0, 30), request(1, 30), request(2, 90)], budget=100)
-    assert plan.lanes[0].pieces == (PromptPiece(0, 30), PromptPiece(1, 30), PromptPiece(2, 40))
+    assert plan.pieces == (PromptPiece(0, 30), PromptPiece(1, 30), PromptPiece(2, 40))
 
 
 def test_split_fuse_keeps_to_compiled_shapes():
     shapes = Shapes(singles=4, pieces=((1, 64), (3, 16)))
     plan = planned("split_fuse", [request(0, 10), request(1, 90)], facts={"shapes": shapes})
-    assert plan.lanes[0].pieces == (PromptPiece(0, 10), PromptPiece(1, 16))
+    assert plan.pieces == (PromptPiece(0, 10), PromptPiece(1, 16))
 
 
 def test_prefill_first_never_decodes_beside_a_prompt():
@@ -97,7 +96,7 @@ def test_prefill_first_never_decodes_beside_a_prompt():
 
 def test_prefill_first_computes_a_prompt_beyond_its_budget_alone():
     plan = planned("prefill_first", [request(0, 200), request(1, 10)], budget=100)
-    assert plan.lanes[0].pieces == (PromptPiece(0, 200),)
+    assert plan.pieces == (PromptPiece(0, 200),)
 
 
 def test_layered_reads_fewer_expert_bytes_than_chunks_of_the_same_work():
@@ -134,15 +133,15 @@ def test_laps_serves_a_short_prompt_within_its_patience_of_a_long_one():
 
 def test_laps_waits_for_other_short_prompts_and_says_when_it_stops_waiting():
     plan = planned("laps", [request(0, 10)], now=1.0)
-    assert plan.lanes == () and plan.wake == pytest.approx(1.01)
+    assert plan.num_tokens == 0 and plan.wake == pytest.approx(1.01)
     full = planned("laps", [request(i, 10) for i in range(6)], border=50, budget=60)
-    assert len(full.lanes[0].pieces) == 6 and full.wake is None
+    assert len(full.pieces) == 6 and full.wake is None
 
 
 def test_flow_prefill_computes_the_least_slack_first():
     slow, fast = LatencyObjective(ttft=9.0), LatencyObjective(ttft=0.1)
     plan = planned("flow_prefill", [request(0, 50, objective=slow), request(1, 60, objective=fast)])
-    assert plan.lanes[0].pieces == (PromptPiece(1, 60, (0, 3)),)
+    assert plan.pieces == (PromptPiece(1, 60, (0, 3)),)
 
 
 def test_flow_prefill_leaves_a_prompt_between_layers_for_an_urgent_one():
@@ -179,7 +178,7 @@ def test_batch_llm_computes_each_node_of_the_trie_once(together):
 def test_batch_llm_begins_with_the_group_of_the_largest_share_of_decoding():
     requests = [request(0, (1,) * 32, tokens=2), request(1, (2,) * 32, tokens=50)]
     plan = planned("batch_llm", requests, budget=32)
-    assert [piece.id for piece in plan.lanes[0].pieces] == [1]
+    assert [piece.id for piece in plan.pieces] == [1]
 
 
 def test_batch_llm_admits_by_the_tokens_that_stay():
@@ -215,10 +214,17 @@ def test_semi_pd_moves_towards_the_phase_that_misses_its_limit(ttft, tpot, expec
 
 
 def test_a_share_that_the_device_does_not_have_is_refused():
-    instance = SharedInstance(FACTS, "wrong")
+    instance = LanesInstance(FACTS, "wrong")
     with pytest.raises(PlanError, match=r"share=1\.5 of lane 0") as error:
-        instance.start(Plan((SharedLane(share=1.5),)), 0.0)
+        instance.start(LanesPlan(lanes=(Lane(share=1.5),)), 0.0)
     assert (error.value.policy, error.value.rule) == ("wrong", "share")
+
+
+def test_lanes_that_are_not_free_are_refused():
+    instance = LanesInstance(FACTS, "wrong")
+    with pytest.raises(PlanError, match=r"lanes \[0, 1\] of the free ones \[0\]") as error:
+        instance.start(LanesPlan(lanes=(Lane((0,)), Lane((1,), number=1))), 0.0)
+    assert (error.value.policy, error.value.rule) == ("wrong", "lane")
 
 
 def test_nano_batches_are_as_many_as_is_fastest():
