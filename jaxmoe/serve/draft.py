@@ -49,11 +49,11 @@ class Draft:
 
     def decoding(self) -> list[Sequence]:
         """Return the running sequences without work of which one token is left."""
-        return self.running(lambda sequence: self.left(sequence) == 1 and not sequence.layers_done)
+        return self.running(lambda sequence: self.left(sequence) == 1)
 
     def prompts(self) -> list[Sequence]:
         """Return the running sequences without work of which more than one token is left."""
-        return self.running(lambda sequence: self.left(sequence) > 1 or sequence.layers_done > 0)
+        return self.running(lambda sequence: self.left(sequence) > 1)
 
     def left(self, sequence: Sequence) -> int:
         """Return the tokens of a sequence until the next is drawn; cached ones do not count."""
@@ -86,30 +86,24 @@ class Draft:
         self._singles.append(sequence.id)
         return True
 
-    def piece(
-        self,
-        sequence: Sequence,
-        count: int,
-        layers: tuple[int, int] | None = None,
-    ) -> int:
+    def piece(self, sequence: Sequence, count: int) -> int:
         """Compute part of a prompt; a waiting sequence is admitted if its whole prompt fits.
 
         Args:
             sequence: Running or waiting sequence.
             count: Tokens at most; a compiled shape may take fewer.
-            layers: First layer and the one after the last; None for all layers.
 
         Returns:
             Tokens that have a place, 0 if none.
         """
         count = self.view.facts.piece(min(count, self.left(sequence)), self.counts())
-        if sequence.layers_done and count != sequence.layered_count or count <= 0:
+        if count <= 0:
             return 0
         if sequence.id not in self._running and not self.admit(sequence):
             return 0
         if not self._grow(sequence, count):
             return 0
-        self._pieces.append(PromptPiece(sequence.id, count, layers))
+        self._pieces.append(PromptPiece(sequence.id, count))
         return count
 
     def admit(self, sequence: Sequence) -> bool:

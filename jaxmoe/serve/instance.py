@@ -199,8 +199,8 @@ class Instance:
         if not (plan.singles or plan.pieces or out or back):
             return ()
         step = EngineStep(
-            singles=tuple(self._work(id_, 1, None) for id_ in plan.singles),
-            pieces=tuple(self._work(piece.id, piece.count, piece.layers) for piece in plan.pieces),
+            singles=tuple(self._work(id_, 1) for id_ in plan.singles),
+            pieces=tuple(self._work(piece.id, piece.count) for piece in plan.pieces),
             out=out,
             back=back,
             copies=tuple(self.copies),
@@ -306,7 +306,6 @@ class Instance:
         self.pool.give(sequence.pages)
         sequence.pages = []
         sequence.named = 0
-        sequence.layers_done = 0
         if kind == "recompute":
             sequence.computed = 0
         sequence.state = "waiting" if kind == "recompute" else "swapped"
@@ -352,7 +351,7 @@ class Instance:
                 raise AssertionError(f"{count} pages for sequence {sequence.id} are lacking")
             sequence.pages += pages
 
-    def _work(self, id_: int, count: int, layers: tuple[int, int] | None) -> Work:
+    def _work(self, id_: int, count: int) -> Work:
         sequence = self.queues.running[id_]
         start = sequence.computed
         size = self.facts.page_size
@@ -361,25 +360,19 @@ class Instance:
         if not all(map(self.pool.is_writable, written)):
             raise AssertionError(f"sequence {id_} would write to a shared or named page")
         sequence.is_busy = True
-        is_last = layers is None or layers[1] == self.facts.num_layers
         return Work(
             id=id_,
             tokens=tuple(sequence.tokens[start : start + count]),
             start=start,
             pages=tuple(sequence.pages),
-            draws=is_last and start + count == len(sequence.tokens),
+            draws=start + count == len(sequence.tokens),
             index=sequence.num_written,
             sampling=sequence.request.sampling,
             adapter=sequence.request.adapter,
-            layers=layers,
         )
 
     def _advance(self, sequence: Sequence, work: Work) -> bool:
-        """Take over computed tokens; return whether all layers are through."""
-        if work.layers is not None and work.layers[1] < self.facts.num_layers:
-            sequence.layers_done, sequence.layered_count = work.layers[1], len(work.tokens)
-            return False
-        sequence.layers_done = 0
+        """Take over computed tokens; return whether the work is done in all layers."""
         sequence.computed += len(work.tokens)
         if self.has_sharing:
             names = sequence.names()

@@ -30,8 +30,6 @@ class PromptPiece:
     """Sequence."""
     count: int
     """Tokens from the first that is not computed."""
-    layers: tuple[int, int] | None = None
-    """First layer and the one after the last; None for all layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -109,17 +109,6 @@ class _Check:
         num_left = self.count(piece.id)
         detail = f"{piece.count} tokens of sequence {piece.id}, which has {num_left} left"
         self.require("count", 1 <= piece.count <= num_left, detail)
-        sequence = self.running[piece.id]
-        layers = piece.layers
-        done = sequence.layers_done
-        if layers is None:
-            self.require("layers", done == 0, f"sequence {piece.id} is at layer {done}")
-            return
-        facts = self.view.facts
-        fits = "layers" in facts.capabilities and layers[0] == done < layers[1] <= facts.num_layers
-        fits = fits and (not done or piece.count == sequence.layered_count)
-        detail = f"layers {layers} of {piece.count} tokens: sequence {piece.id} is at layer {done}"
-        self.require("layers", fits, detail)
 
     def count(self, id_: int) -> int:
         return self.left[id_]

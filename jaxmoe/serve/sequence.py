@@ -34,10 +34,6 @@ class Sequence:
     """Table of pages."""
     computed: int = 0
     """Tokens whose keys and values are in the pages."""
-    layers_done: int = 0
-    """Layers that a piece begun by layers has passed; 0 outside such a piece."""
-    layered_count: int = 0
-    """Tokens of the piece that is begun by layers."""
     named: int = 0
     """Pages of the table that were offered a name."""
     is_busy: bool = False

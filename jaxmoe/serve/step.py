@@ -29,8 +29,6 @@ class Work:
     sampling: Sampling
     adapter: str = ""
     """Adapter of the sequence; empty for the model itself."""
-    layers: tuple[int, int] | None = None
-    """First layer and the one after the last; None for all layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

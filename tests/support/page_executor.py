@@ -66,11 +66,12 @@ class PageExecutor:
             del self.host[id_]
         results = {}
         for work in step.works:
-            if work.layers is not None:
-                if work.layers[0] == 0:
+            layers = getattr(work, "layers", None)  # of the simulator's instances alone
+            if layers is not None:
+                if layers[0] == 0:
                     self.begun[work.id] = work.tokens
                 assert self.begun[work.id] == work.tokens
-            if work.layers is None or work.layers[1] == self.facts.num_layers:
+            if layers is None or layers[1] == self.facts.num_layers:
                 self.write(work.pages, work.start, work.tokens)
         for work in step.works:
             if work.draws:

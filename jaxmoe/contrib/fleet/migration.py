@@ -81,7 +81,7 @@ class Migration:
             full = sequence.computed // sequence.page_size - len(self._pages)
             if self.is_live and self._rest() > 1:
                 return self._begin(full) if self._take(full) else self.abort()
-            if sequence.is_busy or sequence.layers_done:
+            if sequence.is_busy:
                 return None
             depart(self._source, sequence.id)
         num_left = self._rest()

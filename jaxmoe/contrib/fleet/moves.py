@@ -27,7 +27,7 @@ def fork(instance: Instance, id_: int, request: Request, now: float) -> tuple[Ev
         ValueError: The request does not begin as the sequence does.
     """
     sequence = instance.queues.running[id_]
-    if sequence.is_busy or sequence.layers_done or request.prompt != tuple(sequence.tokens):
+    if sequence.is_busy or request.prompt != tuple(sequence.tokens):
         raise ValueError(f"request {request.id} does not begin as sequence {id_} does now")
     events = instance.submit(request, now)
     if events or len(instance.queues.running) >= instance.facts.max_running:
@@ -56,7 +56,7 @@ def depart(instance: Instance, id_: int) -> Sequence:
         id_: Running sequence between two steps.
     """
     sequence = instance.queues.running[id_]
-    if sequence.is_busy or sequence.layers_done:
+    if sequence.is_busy:
         raise ValueError(f"sequence {id_} is being computed: move it between two steps")
     instance.queues.leave(sequence)
     sequence.state = "moving"

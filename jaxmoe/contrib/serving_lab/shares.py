@@ -7,8 +7,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from jaxmoe.contrib.serving_lab.layers import LayersInstance
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan, PlanError, PromptPiece
 from jaxmoe.serve.step import EngineStep
 
@@ -54,7 +54,7 @@ class LaneStep(EngineStep):
     """Parts into which the step is cut."""
 
 
-class LanesInstance(Instance):
+class LanesInstance(LayersInstance):
     """Requests of one simulated instance, whose device may be split."""
 
     def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:

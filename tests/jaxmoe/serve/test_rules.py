@@ -22,11 +22,11 @@ from jaxmoe.serve.plan import Eviction
 from tests.support.page_executor import PageExecutor
 
 
-def served(**changes):
+def served(kind=Instance, **changes):
     """Return an instance: 0, 1 decode, 2 is in its prompt, 3 and 4 wait; 3 pages are free."""
     sizes = {"num_pages": 8, "page_size": 4, "max_running": 4, "max_length": 32, "num_layers": 3}
     facts = Facts(**{**sizes, **changes})
-    instance, executor = Instance(facts, "wrong"), PageExecutor(facts)
+    instance, executor = kind(facts, "wrong"), PageExecutor(facts)
     for id_, length in enumerate((3, 3, 14, 5, 5)):
         prompt = tuple(range(10 * id_, 10 * id_ + length))
         instance.submit(Request(id=id_, prompt=prompt, sampling=Sampling(max_tokens=9)), 0.0)
@@ -60,7 +60,6 @@ BROKEN = {
         "pages",
         "pages are lacking",
     ),
-    "layers": (Plan.of([], [PromptPiece(2, 2, (0, 1))]), "layers", "layers"),
 }
 
 
@@ -107,29 +106,6 @@ def test_shapes_that_are_not_compiled_are_refused(plan):
     object.__setattr__(instance.facts, "shapes", Shapes(singles=1, pieces=((1, 1),)))
     with pytest.raises(PlanError, match="breaks the rule 'shape'"):
         instance.start(plan, 2.0)
-
-
-def test_the_layers_of_a_piece_follow_each_other():
-    instance = served(capabilities=frozenset({"pages", "layers"}))
-    executor = PageExecutor(instance.facts)
-    executor.run = lambda step: {}  # the prompt ends with the last layers only
-
-    def through(layers, count=2):
-        (step,) = instance.start(Plan.of([], [PromptPiece(2, count, layers)]), 2.0)
-        assert [work.draws for work in step.works] == [False]
-        instance.apply(step, {}, 3.0)
-
-    for wrong in ((1, 2), (0, 4), (0, 0)):
-        with pytest.raises(PlanError, match="sequence 2 is at layer 0"):
-            through(wrong)
-    through((0, 1))
-    for wrong, count in (((0, 1), 2), ((1, 2), 1), (None, 2)):
-        with pytest.raises(PlanError, match="sequence 2 is at layer 1"):
-            through(wrong, count)
-    through((1, 2))
-    (step,) = instance.start(Plan.of([], [PromptPiece(2, 2, (2, 3))]), 2.0)
-    assert [work.draws for work in step.works] == [True]
-    assert instance.queues.running[2].computed == 12
 
 
 def test_a_policy_that_needs_what_the_executor_lacks_is_refused_with_the_reason():

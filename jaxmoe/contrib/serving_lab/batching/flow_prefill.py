@@ -12,7 +12,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
-from jaxmoe.serve.draft import Draft
+from jaxmoe.contrib.serving_lab.layers import LayersDraft
 from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching.base import TIMES, Batching
@@ -41,21 +41,23 @@ class FlowPrefillConfig(SimulatedBatchingConfig):
         seen: set[int] = set()
         chosen: list[int] = []
 
-        def slack(sequence: Sequence, draft: Draft, now: float) -> tuple[float, tuple[int, int]]:
+        def slack(
+            sequence: Sequence, draft: LayersDraft, now: float
+        ) -> tuple[float, tuple[int, int]]:
             objective = sequence.request.objective
             if objective is None or facts.cost is None:
                 return float("inf"), sequence.rank
             part = WorkPart(
                 draft.left(sequence),
                 len(sequence.tokens) - draft.left(sequence),
-                (sequence.layers_done, layers),
+                (draft.layers_done(sequence), layers),
             )
             return sequence.arrived + objective.ttft - now - facts.cost.seconds(
                 [part]
             ), sequence.rank
 
         def plan(view: InstanceView) -> Plan:
-            draft = Draft(view)
+            draft = LayersDraft(view)
             for sequence in draft.decoding():
                 draft.single(sequence)
             prompts = {sequence.id: sequence for sequence in (*draft.prompts(), *view.waiting)}
@@ -68,9 +70,9 @@ class FlowPrefillConfig(SimulatedBatchingConfig):
                 chosen[:] = [sequence.id for sequence in order]
             for id_ in chosen:
                 sequence = prompts[id_]
-                count = sequence.layered_count if sequence.layers_done else draft.left(sequence)
-                end = min(sequence.layers_done + stride, layers)
-                if draft.piece(sequence, count, layers=(sequence.layers_done, end)):
+                first = draft.layers_done(sequence)
+                end = min(first + stride, layers)
+                if draft.layers_piece(sequence, draft.piece_size(sequence), (first, end)):
                     break
             return draft.plan()
 

@@ -13,11 +13,10 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
-from jaxmoe.serve.draft import Draft
+from jaxmoe.contrib.serving_lab.layers import LayersDraft
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching.base import Batching
-from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.view import InstanceView
 
 
@@ -38,24 +37,25 @@ class LayeredConfig(SimulatedBatchingConfig):
     def build(self, facts: Facts) -> Batching:
         """Return the policy for one instance."""
 
-        def next_layers(sequence: Sequence, count: int) -> tuple[int, int] | None:
+        def next_layers(done: int, count: int) -> tuple[int, int] | None:
             groups = min(-(-count // self.chunk), facts.num_layers)
             if groups == 1:
                 return None
             borders = [facts.num_layers * i // groups for i in range(groups + 1)]
-            return sequence.layers_done, next(b for b in borders if b > sequence.layers_done)
+            return done, next(b for b in borders if b > done)
 
         def plan(view: InstanceView) -> Plan:
-            draft = Draft(view)
+            draft = LayersDraft(view)
             for sequence in draft.decoding():
                 draft.single(sequence)
-            prompts = sorted(draft.prompts(), key=lambda sequence: -sequence.layers_done)
+            prompts = sorted(draft.prompts(), key=lambda sequence: -draft.layers_done(sequence))
             num_used = 0
             for sequence in (*prompts, *view.waiting):
-                count = sequence.layered_count if sequence.layers_done else draft.left(sequence)
+                count = draft.piece_size(sequence)
                 if num_used and num_used + count > self.chunk:
                     break
-                num_taken = draft.piece(sequence, count, layers=next_layers(sequence, count))
+                layers = next_layers(draft.layers_done(sequence), count)
+                num_taken = draft.layers_piece(sequence, count, layers)
                 if not num_taken:
                     break
                 num_used += num_taken

@@ -18,6 +18,7 @@ from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedDispatchCon
 from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.fleet.migration import Copy
 from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
+from jaxmoe.contrib.serving_lab.layers import layers_of
 from jaxmoe.contrib.serving_lab.shares import LanesInstance, LaneStep
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
 from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
@@ -167,7 +168,7 @@ class Simulation:
         if plan.num_tokens:
             self.plans.append((number, plan))
         for step in steps:
-            parts = [WorkPart(len(w.tokens), w.start, w.layers) for w in step.works]
+            parts = [WorkPart(len(w.tokens), w.start, layers_of(w)) for w in step.works]
             assert isinstance(step, LaneStep)  # as instances of the simulator make them
             model = self.scaling.costs[number]
             cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)

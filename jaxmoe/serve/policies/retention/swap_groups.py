@@ -48,4 +48,4 @@ class SwapGroupsConfig(RetentionConfig):
 def choose_swap(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, EvictionKind]:
     """Return the sequence that is served last, to be swapped; without pages, to begin again."""
     sequence, kind = youngest(candidates)
-    return sequence, "swap" if sequence.computed and not sequence.layers_done else kind
+    return sequence, "swap" if sequence.computed else kind

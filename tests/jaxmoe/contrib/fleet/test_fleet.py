@@ -13,6 +13,7 @@ from jaxmoe.contrib.fleet.config import FleetConfig
 from jaxmoe.contrib.fleet.dispatch import DISPATCH
 from jaxmoe.contrib.fleet.engine import FleetEngine
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
+from jaxmoe.contrib.serving_lab.layers import LayersInstance
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Request, Sampling
@@ -91,6 +92,14 @@ def test_a_fleet_makes_the_placements_moves_and_plans_of_the_simulator(name):
     assert (rig.fleet.num_moves > 0) == (name in ("llumnix", "dist_serve", "pd_serve"))
 
 
+class LayersEngineConfig(EngineConfig):
+    """An engine whose pieces may stop between layers, as the executor of the test computes them."""
+
+    def instance(self, facts):
+        plain = EngineConfig.instance(self, facts)
+        return LayersInstance(plain.facts, plain.policy, has_sharing=plain.has_sharing)
+
+
 @pytest.mark.parametrize("policy", ONE_LANE)
 @pytest.mark.parametrize("retention", RETENTION)
 @pytest.mark.rows(8)
@@ -116,7 +125,7 @@ def test_the_engine_makes_the_plans_of_the_simulator(policy, retention):
 
     arrived, held = threading.Event(), threading.Event()
     kept, worker = RETENTION[retention](), Clocked(TIGHT)
-    chosen = EngineConfig(batching=config, retention=kept)
+    chosen = LayersEngineConfig(batching=config, retention=kept)
     engine = Engine(worker, chosen, clock=lambda: now[0])
     member = engine._members.all[0]
     plan = member.policy

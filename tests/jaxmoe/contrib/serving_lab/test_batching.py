@@ -10,12 +10,12 @@ import pytest
 
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.batching.semi_pd import direction
+from jaxmoe.contrib.serving_lab.layers import LayersPiece
 from jaxmoe.contrib.serving_lab.shares import Lane, LanesInstance, LanesPlan, lanes_of
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Roofline
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import (
     Facts,
-    Instance,
     LatencyObjective,
     PlanError,
     PromptPiece,
@@ -43,7 +43,7 @@ def planned(policy, requests, *, now=0.0, facts=None, **fields):
     facts = dataclasses.replace(FACTS, **(facts or {}))
     if "partitions" in EVERY_BATCHING[policy].needs:
         facts = dataclasses.replace(facts, steps_at_once=2)
-    instance = Instance(facts, policy)
+    instance = LanesInstance(facts, policy)
     for one in requests:
         instance.submit(one, now)
     return EVERY_BATCHING[policy](**fields).build(facts)(instance.view(now))
@@ -141,7 +141,7 @@ def test_laps_waits_for_other_short_prompts_and_says_when_it_stops_waiting():
 def test_flow_prefill_computes_the_least_slack_first():
     slow, fast = LatencyObjective(ttft=9.0), LatencyObjective(ttft=0.1)
     plan = planned("flow_prefill", [request(0, 50, objective=slow), request(1, 60, objective=fast)])
-    assert plan.pieces == (PromptPiece(1, 60, (0, 3)),)
+    assert plan.pieces == (LayersPiece(1, 60, (0, 3)),)
 
 
 def test_flow_prefill_leaves_a_prompt_between_layers_for_an_urgent_one():
@@ -250,7 +250,7 @@ def test_answers_on_pages_do_not_depend_on_the_policy(name):
     requests = [
         (i // 2, request(i, range(i % 3, 9 + 2 * i), 4 + i, objective=OBJECTIVE)) for i in range(6)
     ]
-    streams, _ = serve(Instance(facts, name), EVERY_BATCHING[name]().build(facts), requests)
+    streams, _ = serve(LanesInstance(facts, name), EVERY_BATCHING[name]().build(facts), requests)
     assert streams.tokens == {r.id: answer(r, 40) for _, r in requests}
 
 

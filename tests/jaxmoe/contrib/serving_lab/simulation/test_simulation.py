@@ -9,10 +9,11 @@ import dataclasses
 import pytest
 
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
+from jaxmoe.contrib.serving_lab.layers import LayersInstance
 from jaxmoe.contrib.serving_lab.simulation import Arrival, ModelSizes, Simulation, measure
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve import Facts, Instance, LatencyObjective, Plan, Request, Sampling
+from jaxmoe.serve import Facts, LatencyObjective, Plan, Request, Sampling
 from jaxmoe.serve.facts import WorkPart
 from tests.support.page_executor import answer, serve
 from tests.support.simulated import (
@@ -175,7 +176,7 @@ def test_the_plans_are_those_of_an_executor_on_pages(policy):
         )
         for id_ in range(7)
     ]
-    _, plans = serve(Instance(facts, policy), config.build(facts), requests)
+    _, plans = serve(LayersInstance(facts, policy), config.build(facts), requests)
     given = [
         Arrival(request=r, time=float(time), answer=tuple(answer(r, 40))) for time, r in requests
     ]
