@@ -26,7 +26,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.plan import RunPlan
 from jaxmoe.training.loss import forward_and_nll
 from jaxmoe.training.state import TrainState
-from sharding.products.observed import ObservedArray, Statistic
+from sharding.products.activations import ObservedArray, Statistic
 
 
 def measure_activations(

@@ -18,7 +18,7 @@ from jaxmoe.run.assemble import assemble
 from jaxmoe.run.calibrate import measure_activations
 from jaxmoe.run.config import EvaluationConfig, TrainingConfig
 from pallas_kernels.quantized_matmul.mixed_array import channel_order
-from sharding.products.observed import ObservedArray
+from sharding.products.activations import ObservedArray
 from tests.support.tolerances import assert_close
 
 OUTLIERS = (3, 11, 17, 30)
