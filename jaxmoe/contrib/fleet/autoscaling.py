@@ -80,6 +80,15 @@ class EngineScaling(FleetScaling):
         """Devices of an instance; 1 where no policy asks."""
         return math.prod(self._resharder.mesh.sizes) if self._has_mesh else 1
 
+    def power(self, now: float) -> tuple[float, float]:
+        """Return zeros: an engine measures no power."""
+        del now
+        return 0.0, 0.0
+
+    def carry_out(self, now: float, decision: Wanted) -> None:
+        """Change nothing: devices have been changed, and an engine sets no clocks."""
+        del now, decision
+
     def turn(self) -> float | None:
         """Decide when it is time.
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxmoe.contrib.fleet.config import FleetConfig
-from jaxmoe.contrib.fleet.members import FleetMembers
+from jaxmoe.contrib.fleet.members import FleetMembers, FleetParts
 from jaxmoe.contrib.fleet.resharding import Layouts, Resharder
 from jaxmoe.generation.text import TextCodec
 from jaxmoe.serve.backend import Executor
@@ -51,9 +51,10 @@ class FleetEngine(Engine):
                 differ in their sizes.
         """
         self._exchanges: set[Future[Any]] = set()
-        self._executors, self.fleet = executors, fleet or FleetConfig()
-        self._hardware = hardware
-        self._layouts = layouts
+        self.fleet = fleet or FleetConfig()
+        self._parts = FleetParts(
+            executors=executors, fleet=self.fleet, hardware=hardware, layouts=layouts
+        )
         super().__init__(executors[0], config, codec=codec, clock=clock)
 
     def _start_members(
@@ -61,15 +62,12 @@ class FleetEngine(Engine):
     ) -> FleetMembers:
         del executor  # the first of all
         self._fleet_members = FleetMembers(
-            self._executors,
+            self._parts,
             config,
-            self.fleet,
             clock=clock,
             post=self._inbox.put,
             publish=self._publish,
             exchange=self.exchange,
-            hardware=self._hardware,
-            layouts=self._layouts,
         )
         return self._fleet_members
 

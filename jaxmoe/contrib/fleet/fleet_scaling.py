@@ -54,23 +54,22 @@ class FleetScaling(abc.ABC):
     def num_chips(self) -> int:
         """Devices of an instance."""
 
+    @abc.abstractmethod
     def power(self, now: float) -> tuple[float, float]:
-        """Return the mean power since the last decision and that of all at the peak; 0 if unknown.
+        """Return the mean power since the last decision and the peak power of all; 0 if unknown.
 
         Args:
             now: Seconds on the fleet's clock.
         """
-        del now
-        return 0.0, 0.0
 
+    @abc.abstractmethod
     def carry_out(self, now: float, decision: Wanted) -> None:
-        """Change clocks and devices; nothing by default, where they have been changed already.
+        """Change clocks and devices, where they have not been changed already.
 
         Args:
             now: Seconds on the fleet's clock.
             decision: Decision of the policy.
         """
-        del now, decision
 
     def arrive(self, request: Request) -> None:
         """Count a request for the next decision."""

@@ -62,54 +62,63 @@ def check_equal(all_facts: Sequence[Facts]) -> None:
                 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FleetParts:
+    """What a fleet is made of."""
+
+    executors: Sequence[Executor]
+    """Executor of each instance, all with the same model."""
+    fleet: FleetConfig
+    """Placement of requests, and scaling."""
+    hardware: Any = None
+    """Times of a step for the scaling policy; None if they are not known."""
+    layouts: Layouts | None = None
+    """Meshes that instances may have; None keeps them."""
+
+
 class FleetMembers(Members):
     """A fleet with its executors."""
 
     def __init__(
         self,
-        executors: Sequence[Executor],
+        parts: FleetParts,
         config: InstancesConfig,
-        fleet: FleetConfig,
         *,
         clock: Callable[[], float],
         post: Post,
         publish: Publish,
         exchange: Callable[[Any, int], Future[Any]],
-        hardware: Any = None,
-        layouts: Layouts | None = None,
     ):
         """Make the instances, and a thread for each executor.
 
         Args:
-            executors: Executor of each instance, all with the same model.
+            parts: Executors, and what places and scales.
             config: Queue, and what an instance computes.
-            fleet: Placement of requests, and scaling.
             clock: Seconds for the policies.
             post: Runs a function later in the thread that owns the fleet.
             publish: Takes new tokens and ended streams.
             exchange: Lets an instance go on with another executor.
-            hardware: Times of a step for the scaling policy; None if they are not known.
-            layouts: Meshes that instances may have; None keeps them.
 
         Raises:
             ValueError: A policy needs what an executor lacks, or other instances, or executors
                 differ in their sizes.
         """
-        super().__init__(executors, config, clock=clock, post=post, publish=publish)
-        for executor in executors:
+        fleet = parts.fleet
+        super().__init__(parts.executors, config, clock=clock, post=post, publish=publish)
+        for executor in parts.executors:
             fleet.dispatch.check(has_moves=isinstance(executor, PageMover))
         instances = [member.instance for member in self.all]
         check_equal([instance.facts for instance in instances])
         self.fleet = Fleet(instances, [member.policy for member in self.all], fleet.dispatch)
         self.resharder = Resharder(
-            layouts, lambda: [member.executor for member in self.all], exchange
+            parts.layouts, lambda: [member.executor for member in self.all], exchange
         )
         self.scaling = EngineScaling(
             self.fleet,
             fleet.scaling,
-            hardware=hardware,
+            hardware=parts.hardware,
             resharder=self.resharder,
-            has_layouts=layouts is not None,
+            has_layouts=parts.layouts is not None,
             clock=clock,
             post=post,
         )
