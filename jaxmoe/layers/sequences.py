@@ -201,10 +201,18 @@ def lay_back(
     """
     if order is None:
         return x
+    return execution.placement.place(
+        _permute(x, (ax.ACT_BATCH, None, None), inverse_of(order).tokens, execution),
+        (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED),
+    )
+
+
+def inverse_of(order: TokenOrder) -> TokenOrder:
+    """Return the order that gives what was laid out in another back its own."""
     tokens = order.tokens
-    inverse = np.argsort(tokens) if isinstance(tokens, np.ndarray) else jnp.argsort(tokens, axis=-1)
-    gathered = _permute(x, (ax.ACT_BATCH, None, None), inverse, execution)
-    return execution.placement.place(gathered, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+    return TokenOrder(
+        np.argsort(tokens) if isinstance(tokens, np.ndarray) else jnp.argsort(tokens, axis=-1)
+    )
 
 
 def places_of(order: TokenOrder | None, length: int) -> Int[Array, "#B S"]:

@@ -24,7 +24,7 @@ from jaxmoe.adapters.view import viewed_outside
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.observer import observer_of
-from jaxmoe.layers.sequences import current_order, lay_out, token_numbers
+from jaxmoe.layers.sequences import current_order, inverse_of, lay_out, token_numbers
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
@@ -125,20 +125,13 @@ def token_log_probs(
 
     Args:
         model: Model to compute.
-        execution: How it is computed; its mesh does not cut sequences.
+        execution: How it is computed.
         params: Parameters of the model.
         batch: Rows.
         objective: Range of the predictions.
         router_state: State of the routers.
-
-    Raises:
-        ValueError: The mesh cuts sequences, whose tokens would move.
     """
-    if execution.mesh.seq > 1:
-        raise ValueError(
-            f"execution.mesh.seq={execution.mesh.seq} moves the tokens of a row, whose"
-            " log-probabilities are asked for: set it to 1"
-        )
+    batch, order = lay_out_batch(batch, model, execution)
     if model.adapter is not None:
         params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])
     output = forward(
@@ -151,10 +144,12 @@ def token_log_probs(
         context=batch_context(model, batch),
         has_logits=False,
         router_state=router_state,
+        order=order,
     )
     arguments = (model, execution, objective)
     targets = jnp.asarray(batch.targets)
-    return -_all_nll(output.hidden, head_weight(params, model), targets, *arguments)
+    log_probs = -_all_nll(output.hidden, head_weight(params, model), targets, *arguments)
+    return lay_out(log_probs, None if order is None else inverse_of(order), execution)
 
 
 def forward_and_nll(

@@ -114,11 +114,6 @@ def prepare(
         ValueError: The batch is packed by level, or the micro-batches do not divide it.
     """
     if batch.level is not None:
-        raise ValueError(
-            "data.packing levels makes micro-batches for backward passes: with another estimator"
-            " in training.gradients set data.packing to best_fit"
-        )
-    if batch.level is not None:
         raise ValueError("batch.level is for backward passes: give a batch without levels")
     placement = step.execution.placement
     number = step.accumulation

@@ -187,7 +187,7 @@ class RolloutFeed(Feed):
         """Raise if the engine cannot compute the answers, or the task cannot be built.
 
         Raises:
-            ValueError: The model cannot be served, sequences are cut, there are several processes,
+            ValueError: The model cannot be served, there are several processes,
                 or the reward's file or function cannot be used.
         """
         learner = self._learner
@@ -203,11 +203,6 @@ class RolloutFeed(Feed):
             raise ValueError(
                 f"model.adapter:{adapter.name} draws its additions anew in each training pass, and"
                 " rl compares a pass with the answers of the engine: choose another adapter"
-            )
-        if execution.mesh.seq > 1:
-            raise ValueError(
-                f"execution.mesh.seq={execution.mesh.seq} cuts sequences, whose tokens rl compares"
-                " with those of the engine: set it to 1"
             )
         if jax.process_count() > 1:
             raise ValueError(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from jaxmoe.contrib.rl.advantages import answer_weights, group_advantages, k3
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
@@ -18,13 +19,16 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig, MoEConfig
 from jaxmoe.optim import adamw
 from jaxmoe.routing import METHODS, LoadBalanceConfig
-from jaxmoe.scaling.initialize import init_params
+from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training import OBJECTIVES
 from jaxmoe.training.cross_entropy import token_nll
 from jaxmoe.training.loss import forward_and_nll, token_log_probs
 from jaxmoe.training.objective import TokenGiven
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
+from sharding import MeshConfig, make_mesh
+from sharding.distributed import global_batch
+from sharding.sequence_parallel import RingConfig
 
 GROUPS, SIZE, PROMPT, LONGEST, VOCAB = 3, 4, 2, 5, 7
 ROWS, LENGTH = GROUPS * SIZE, PROMPT + LONGEST
@@ -213,6 +217,36 @@ def test_log_probs_are_those_that_the_loss_reads(rows):
     plain = dataclasses.replace(batch, extra={})
     nll, _ = forward_and_nll(MODEL, ExecutionConfig(), params, plain, objective=objective)
     np.testing.assert_allclose(-np.sum(found * batch.loss_weights), nll, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [RingConfig(), RingConfig(layout="document_zigzag")])
+def test_on_rows_cut_over_devices_all_is_that_of_one_device(rows, form):
+    params, batch = rows
+    batch = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 8 - LENGTH))), batch)
+    mesh = MeshConfig(data=2, seq=2)
+    execution = ExecutionConfig(mesh=mesh, sequence_parallel=form)
+    wanted = gradient_of(params, batch)
+    log_probs = jax.jit(
+        lambda params, batch, execution: token_log_probs(
+            MODEL, execution, params, batch, objective=PolicyGradientConfig()
+        ),
+        static_argnums=2,
+    )
+    of_one = log_probs(params, batch, ExecutionConfig())
+    current = make_mesh(mesh, jax.devices()[:4])
+    table = parameter_table(MODEL, rules=execution.axis_rules)
+    params = jax.device_put(params, table.tree(lambda row: NamedSharding(current, row.spec)))
+    with jax.set_mesh(current):
+        placed = global_batch(jax.tree.map(np.asarray, batch), current)
+        cut = jax.jit(lambda params, batch: gradient_of(params, batch, execution))(params, placed)
+        of_cut = log_probs(params, placed, execution)
+    is_token = np.asarray(batch.segment_ids) != 0
+    np.testing.assert_allclose(
+        np.asarray(of_cut)[is_token], np.asarray(of_one)[is_token], rtol=1e-5, atol=1e-5
+    )
+    for a, b in zip(jax.tree.leaves(cut), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_divergence_is_never_negative():
