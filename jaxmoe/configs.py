@@ -126,13 +126,13 @@ def from_json(cls: type[Config], data: Any) -> Config:
 
 
 def differences(
-    saved: Any, given: Any, free: tuple[str, ...] = (), fixed: tuple[str, ...] = ()
+    saved: Any, current: Any, free: tuple[str, ...] = (), fixed: tuple[str, ...] = ()
 ) -> list[str]:
     """Return the differences between two configs, one line per field.
 
     Args:
         saved: A config or its JSON.
-        given: A config or its JSON.
+        current: A config or its JSON.
         free: Dotted paths that may differ, with all fields below them.
         fixed: Dotted paths below those that may not differ.
 
@@ -140,7 +140,7 @@ def differences(
         Lines such as `model.moe.top_k: saved 2, given 4`. If another member of a union was chosen,
         there is one line for the choice and none for its fields.
     """
-    pair = [value if isinstance(value, Mapping) else to_json(value) for value in (saved, given)]
+    pair = [value if isinstance(value, Mapping) else to_json(value) for value in (saved, current)]
 
     def is_beneath(path: str, prefixes: tuple[str, ...]) -> bool:
         return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
@@ -164,8 +164,8 @@ def varying_fields(configs: Sequence[Any]) -> dict[str, list[str]]:
     """
     data = [value if isinstance(value, Mapping) else to_json(value) for value in configs]
     rows: dict[str, dict[int, str]] = {}
-    for index, other in enumerate(data[1:], 1):
-        for path, before, after in _differing(data[0], other, path=""):
+    for index, fields in enumerate(data[1:], 1):
+        for path, before, after in _differing(data[0], fields, path=""):
             rows.setdefault(path, {0: before})[index] = after
 
     def value(path: str, index: int) -> str:
@@ -226,8 +226,8 @@ def _decode(hint: Any, data: Any, path: str) -> Any:
             return data
         if typing.get_origin(option) is Literal and data in typing.get_args(option):
             return data
-    wanted = " or ".join(_spell(option) for option in options)
-    raise ValueError(f"{path}={json.dumps(data)} must be {wanted}")
+    options_text = " or ".join(_spell(option) for option in options)
+    raise ValueError(f"{path}={json.dumps(data)} must be {options_text}")
 
 
 def _float(number: float, path: str) -> float:
@@ -287,20 +287,20 @@ def _spell(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
 
 
-def _differing(saved: Any, given: Any, path: str) -> Iterator[tuple[str, str, str]]:
+def _differing(saved: Any, current: Any, path: str) -> Iterator[tuple[str, str, str]]:
     """Yield the differing leaves of two JSON values: dotted path and both values as text."""
     prefix = f"{path}." if path else ""
-    if isinstance(saved, Mapping) and isinstance(given, Mapping):
-        if path and saved.get(TAG) != given.get(TAG):
-            yield path, _value(saved), _value(given)
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        if path and saved.get(TAG) != current.get(TAG):
+            yield path, _value(saved), _value(current)
             return
-        for key in [*saved, *(key for key in given if key not in saved)]:
-            yield from _differing(saved.get(key, _ABSENT), given.get(key, _ABSENT), prefix + key)
-    elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
-        for index, pair in enumerate(zip(saved, given, strict=True)):
+        for key in [*saved, *(key for key in current if key not in saved)]:
+            yield from _differing(saved.get(key, _ABSENT), current.get(key, _ABSENT), prefix + key)
+    elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
+        for index, pair in enumerate(zip(saved, current, strict=True)):
             yield from _differing(*pair, f"{prefix}{index}")
-    elif saved != given:
-        yield path, _value(saved), _value(given)
+    elif saved != current:
+        yield path, _value(saved), _value(current)
 
 
 _ABSENT = object()

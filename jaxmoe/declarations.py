@@ -245,9 +245,9 @@ def own_of(module: nn.Module, name: str) -> dict[str, Array]:
         module: Linen module that holds them; it need not declare them.
         name: What they stand beside: a parameter of the module, or a half of a layer.
     """
-    held: Any = module.variables.get("params", {})
-    own = {path: value for path, value in held.items() if path.startswith(f"{name}:")}
-    return {path.removeprefix(f"{name}:"): _read(value) for path, value in own.items()}
+    variables: Any = module.variables.get("params", {})
+    own_values = {path: value for path, value in variables.items() if path.startswith(f"{name}:")}
+    return {path.removeprefix(f"{name}:"): _read(value) for path, value in own_values.items()}
 
 
 def _read(value: Any) -> Any:
@@ -270,18 +270,18 @@ def declare_matrix(module: nn.Module, name: str, declaration: Declaration) -> We
     Raises:
         ValueError: The quantised matrix has another shape.
     """
-    given = module.get_variable("params", name) if module.has_variable("params", name) else None
-    if isinstance(given, Deferred) and isinstance(given.value, Packed):
-        given = given.read(given.value, declaration)
-    if not isinstance(given, Packed):
+    value = module.get_variable("params", name) if module.has_variable("params", name) else None
+    if isinstance(value, Deferred) and isinstance(value.value, Packed):
+        value = value.read(value.value, declaration)
+    if not isinstance(value, Packed):
         return _adapt(module, name, _declare_matrix(module, name, declaration))
-    if given.shape != declaration.shape:
+    if value.shape != declaration.shape:
         where = "/".join((*module.path, name))
         raise ValueError(
-            f"{where}: a quantised matrix {given.shape} was given for {declaration.shape}: use the"
+            f"{where}: a quantised matrix {value.shape} was given for {declaration.shape}: use the"
             " parameters with the model that they were trained with"
         )
-    return _adapt(module, name, given)
+    return _adapt(module, name, value)
 
 
 def as_factor(matrix: Weight, dtype: Any, mix: Mix | None = None) -> Weight:

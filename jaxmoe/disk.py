@@ -58,9 +58,9 @@ def check_local(name: str, path: str | os.PathLike[str]) -> None:
         ValueError: It is a URL, or it or a directory above it has bytes that are no UTF-8.
     """
     text = os.fspath(path)
-    if not is_text(whole := os.path.abspath(text)):
+    if not is_text(absolute := os.path.abspath(text)):
         raise ValueError(
-            f"{name}={printable(text)} is not UTF-8 ({printable(whole)}), and the files of a run"
+            f"{name}={printable(text)} is not UTF-8 ({printable(absolute)}), and the files of a run"
             " name it: rename the directory"
         )
     if (scheme := _URL.match(text)) is None:

@@ -266,11 +266,11 @@ class ServedConfig(WholeRowsConfig):
     def of(cls, execution: ExecutionConfig) -> ServedConfig:
         """Return an execution whose tokens are whole, and which moves no weights."""
         served: Any = dataclasses.replace(super(ServedConfig, cls).of(execution), telemetry="brief")
-        own: dict[str, Any] = {"dispatcher": ResidentConfig(), "rules": "data_parallel"}
-        return dataclasses.replace(served, **own)
+        defaults: dict[str, Any] = {"dispatcher": ResidentConfig(), "rules": "data_parallel"}
+        return dataclasses.replace(served, **defaults)
 
     @property
     def axis_rules(self) -> LogicalAxisRules:
         """Rules from logical axes of parameters and activations to mesh axes."""
-        whole: dict[str, Any] = dict.fromkeys(("act_batch", "act_seq", "act_seq_inner"), ())
-        return self.state_layout.parameters.replace(**whole)
+        unsharded: dict[str, Any] = dict.fromkeys(("act_batch", "act_seq", "act_seq_inner"), ())
+        return self.state_layout.parameters.replace(**unsharded)

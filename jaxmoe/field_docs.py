@@ -22,14 +22,14 @@ def field_docs(cls: type) -> dict[str, str]:
     Args:
         cls: Dataclass whose source is available; fields without a text are left out.
     """
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         body = _classes(base.__module__).get(base.__qualname__, [])
         for field, after in zip(body, body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                 if isinstance(after.value, ast.Constant) and isinstance(field.target, ast.Name):
-                    found[field.target.id] = " ".join(str(after.value.value).split())
-    return found
+                    docs[field.target.id] = " ".join(str(after.value.value).split())
+    return docs
 
 
 @functools.cache
@@ -39,18 +39,18 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
         return {}
-    found: dict[str, list[ast.stmt]] = {}
+    bodies: dict[str, list[ast.stmt]] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
-                found[prefix + node.name] = node.body
+                bodies[prefix + node.name] = node.body
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.FunctionDef):
                 visit(node.body, f"{prefix}{node.name}.<locals>.")
 
     visit(tree.body, "")
-    return found
+    return bodies
 
 
 def with_field_docs(cls: Config) -> Config:

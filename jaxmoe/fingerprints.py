@@ -80,13 +80,13 @@ def begin_fingerprints(tree: Any) -> Callable[[], dict[str, str]]:
     Args:
         tree: Tree of named arrays on any mesh.
     """
-    begun = _begin(tree)
-    return lambda: _join(_read(begun))
+    groups = _begin(tree)
+    return lambda: _join(_read(groups))
 
 
 def _join(by_path: Mapping[str, Sequence[ShardFingerprint]]) -> dict[str, str]:
     """Return the fingerprints of whole arrays; raise if replicas differ."""
-    found = {}
+    fingerprints = {}
     odd = {}
     for path, shards in by_path.items():
         if devices := _odd_ones(shards):
@@ -94,15 +94,15 @@ def _join(by_path: Mapping[str, Sequence[ShardFingerprint]]) -> dict[str, str]:
         distinct = {shard.index: shard.value for shard in shards}
         low = sum(value & 0xFFFFFFFF for value in distinct.values()) & 0xFFFFFFFF
         high = sum(value >> 32 for value in distinct.values()) & 0xFFFFFFFF
-        found[path] = f"{high:08x}{low:08x}"
+        fingerprints[path] = f"{high:08x}{low:08x}"
     if odd:
-        devices = sorted({device for some in odd.values() for device in some})
+        devices = sorted({device for group_devices in odd.values() for device in group_devices})
         names = ", ".join([*odd][:5]) + (", ..." if len(odd) > 5 else "")
         raise ReplicasDifferError(
             f"device {' and '.join(map(str, devices))}: holds other bits than its replicas, in"
-            f" {len(odd)} of {len(found)} arrays: {names}"
+            f" {len(odd)} of {len(fingerprints)} arrays: {names}"
         )
-    return found
+    return fingerprints
 
 
 class RunningFingerprint:
@@ -189,16 +189,16 @@ def _begin(tree: Any) -> list[_ReplicaGroup]:
     return begun
 
 
-def _read(begun: Sequence[_ReplicaGroup]) -> dict[str, list[ShardFingerprint]]:
-    found: dict[str, list[ShardFingerprint]] = {}
-    for mesh, paths, places, arrays in begun:
+def _read(groups: Sequence[_ReplicaGroup]) -> dict[str, list[ShardFingerprint]]:
+    fingerprints: dict[str, list[ShardFingerprint]] = {}
+    for mesh, paths, places, arrays in groups:
         if mesh is None:
             sums = np.asarray([np.asarray(array) for array in arrays], np.uint32)[None]
         else:
             sums = _of_all_devices(arrays[0], mesh)
         for number, (path, (shape, placed)) in enumerate(zip(paths, places, strict=True)):
-            found[path] = _name_activations(shape, placed, mesh, sums[:, number])
-    return found
+            fingerprints[path] = _name_activations(shape, placed, mesh, sums[:, number])
+    return fingerprints
 
 
 def _mesh_of(leaf: Array) -> Any:
@@ -278,8 +278,12 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[i
                 _place(name, sizes) * size for name, size in zip(names, shard.shape, strict=True)
             ]
             sums.append(_sums(shard, starts, shape))
-        own = jnp.stack(sums)[None]
-        return jax.lax.all_gather(own, mesh.axis_names, tiled=True) if is_gathered else own
+        local_sums = jnp.stack(sums)[None]
+        return (
+            jax.lax.all_gather(local_sums, mesh.axis_names, tiled=True)
+            if is_gathered
+            else local_sums
+        )
 
     each = PartitionSpec() if is_gathered else PartitionSpec(mesh.axis_names)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False))
@@ -303,15 +307,15 @@ def _sums(shard: Array, starts: Sequence[Any], shape: Sequence[int]) -> UInt32[A
     index = jnp.zeros(shard.shape, jnp.uint32)
     for dimension, start in enumerate(starts):
         stride = jnp.uint32(math.prod(shape[dimension + 1 :]) % 2**32)
-        own = jax.lax.broadcasted_iota(jnp.uint32, shard.shape, dimension)
-        index += (own + jnp.asarray(start).astype(jnp.uint32)) * stride
+        positions = jax.lax.broadcasted_iota(jnp.uint32, shard.shape, dimension)
+        index += (positions + jnp.asarray(start).astype(jnp.uint32)) * stride
     bits = _bits(shard)
     terms = tuple(bits * (_mix(index + jnp.uint32(s)) | 1) for s in _SEEDS)
     # One reduction for both sums: XLA vectorises it; two reductions take 40 times as long on a CPU.
     zeros = (jnp.uint32(0),) * len(terms)
     every = tuple(range(shard.ndim))
     return jnp.stack(
-        jax.lax.reduce(terms, zeros, lambda left, right: tuple(map(jnp.add, left, right)), every)
+        jax.lax.reduce(terms, zeros, lambda lhs, rhs: tuple(map(jnp.add, lhs, rhs)), every)
     )
 
 

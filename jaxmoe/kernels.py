@@ -74,12 +74,12 @@ class KernelsConfig:
         with contextlib.ExitStack() as stack:
             if mesh is not None:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
-            for name, asked in self.by_operation.items():
+            for name, choice in self.by_operation.items():
                 try:
-                    OPERATIONS[name].choose(asked)
+                    OPERATIONS[name].choose(choice)
                 except ValueError as error:
                     field = "attention" if name.endswith("_attention") else name
-                    raise ValueError(f"execution.kernels.{field}={asked}: {error}") from error
+                    raise ValueError(f"execution.kernels.{field}={choice}: {error}") from error
         if jax.default_backend() != "cpu":
             shared = mesh is not None and mesh.is_multi_process
             pages = () if serves else ("paged_attention",)
@@ -104,17 +104,25 @@ class KernelsConfig:
             left_out: Operations that are not compared.
         """
         cache = getattr(jax.config, "jax_compilation_cache_dir", None)
-        asked = self.by_operation
-        names = [one for one in sorted(CASES) if asked.get(one) is None and one not in left_out]
+        choice = self.by_operation
+        names = [
+            operation
+            for operation in sorted(CASES)
+            if choice.get(operation) is None and operation not in left_out
+        ]
         verdicts = _compare(names, None if cache is None or "://" in cache else cache)
         if not is_shared:
             return
-        wrong = {(one.operation, one.implementation) for one in verdicts if not one.is_right}
+        wrong = {
+            (verdict.operation, verdict.implementation)
+            for verdict in verdicts
+            if not verdict.is_right
+        }
         kernels: list[tuple[str, Implementation]]
-        kernels = [(name, one) for name in names for one in KERNELS]
+        kernels = [(name, implementation) for name in names for implementation in KERNELS]
         # Processes with different kernels would compile different programs, and wait for ever.
-        found = np.max(gather(np.asarray([one in wrong for one in kernels], np.int32)), axis=0)
-        for (name, kernel), is_wrong in zip(kernels, found, strict=True):
+        flags = np.max(gather(np.asarray([one in wrong for one in kernels], np.int32)), axis=0)
+        for (name, kernel), is_wrong in zip(kernels, flags, strict=True):
             if is_wrong and (name, kernel) not in wrong:
                 distrust(name, kernel, f"another process found {name} wrong")
 

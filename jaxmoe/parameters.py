@@ -167,17 +167,17 @@ class ParameterTable:
         is_frozen = self.tree(lambda row: row.is_frozen)
         return jax.tree.map(lambda f, leaf: optax.MaskedNode() if f else leaf, is_frozen, tree)
 
-    def merge(self, trained: Any, whole: Any) -> Any:
+    def merge(self, trained: Any, other_tree: Any) -> Any:
         """Return the trained parameters of one tree with the frozen parameters of another.
 
         Args:
             trained: Result of `select_trained`.
-            whole: Tree like the parameters.
+            other_tree: Tree like the parameters.
         """
         if not self.has_frozen:
             return trained
         is_frozen = self.tree(lambda row: row.is_frozen)
-        return jax.tree.map(lambda f, new, old: old if f else new, is_frozen, trained, whole)
+        return jax.tree.map(lambda f, new, old: old if f else new, is_frozen, trained, other_tree)
 
     def check_divides(self, rules: LogicalAxisRules, mesh_shape: Mapping[str, int]) -> None:
         """Refuse a parameter that the mesh does not divide.

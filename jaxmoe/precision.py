@@ -173,9 +173,9 @@ class PrecisionPolicy:
             ValueError: Quantised weights that are trained, activations in few bits, or a quantised
                 cache.
         """
-        held = self.weights in ("w4a16", "w8a16") and has_adapter
+        is_quantised_base = self.weights in ("w4a16", "w8a16") and has_adapter
         for field, floating in (("weights", "floating"), ("cache", "compute")):
-            if field == "weights" and held:
+            if field == "weights" and is_quantised_base:
                 continue
             if (value := getattr(self, field)) != floating:
                 raise ValueError(

@@ -99,8 +99,8 @@ def _words_of(key: Any) -> Any:
     """Return the words of a key, or their shape on the same devices."""
     if not isinstance(key, jax.ShapeDtypeStruct):
         return jax.random.key_data(key)
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
-    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
+    key_words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+    return jax.ShapeDtypeStruct(key_words.shape, key_words.dtype, sharding=key.sharding)
 
 
 def shapes_of(state: Any) -> Any:
@@ -135,7 +135,7 @@ def _implementation(leaf: Any) -> str:
 
 def _with_empties(nested: dict[str, Any], target: Any) -> Any:
     """Return nested dicts with the empty branches of the target."""
-    wanted = serialization.to_state_dict(target)
+    target_dict = serialization.to_state_dict(target)
 
     def fill(have: Any, want: Any) -> Any:
         if not isinstance(want, dict):
@@ -145,4 +145,4 @@ def _with_empties(nested: dict[str, Any], target: Any) -> Any:
             for name, child in want.items()
         }
 
-    return fill(nested, wanted)
+    return fill(nested, target_dict)

@@ -81,7 +81,7 @@ class Verdict:
     """Case of the operation; "" for the only one."""
     error: float | None
     """Largest difference over the norm of what it differs from; None where the kernel failed."""
-    words: str = ""
+    explanation: str = ""
     """Why it failed, or what differs most."""
 
     @property
@@ -92,11 +92,11 @@ class Verdict:
     def __str__(self) -> str:
         case = f" for {self.case}" if self.case else ""
         if self.error is None:
-            return f"{self.operation}: {self.implementation} failed{case}: {self.words}"
+            return f"{self.operation}: {self.implementation} failed{case}: {self.explanation}"
         relation = "equals" if self.is_right else "differs from"
         return (
             f"{self.operation}: {self.implementation} {relation} the reference{case} (largest"
-            f" difference {self.error:.2g} of the norm, of {self.words})"
+            f" difference {self.error:.2g} of the norm, of {self.explanation})"
         )
 
 
@@ -150,8 +150,8 @@ def _matmul(scale: int) -> Case:
 def _outer(scale: int) -> Case:
     rows, sizes = _rows(scale)
 
-    def run(implementation: Implementation, rows: Any, others: Any, sizes: Any) -> Any:
-        return grouped_outer(rows, others, sizes, implementation=implementation)
+    def run(implementation: Implementation, rows: Any, other_rows: Any, sizes: Any) -> Any:
+        return grouped_outer(rows, other_rows, sizes, implementation=implementation)
 
     return Case(run, (rows, _draw(5, 256 * scale, 256), sizes), ())
 

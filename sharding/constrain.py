@@ -256,11 +256,11 @@ class Placement:
         return _Entry(PartitionSpec(*(axes or None for axes in entries)), inner_axes)
 
 
-def place_like(x: Array, other: Array) -> Array:
+def place_like(x: Array, reference: Array) -> Array:
     """Return `x` laid out as another array of its shape; unchanged outside an Explicit mesh."""
     if surroundings() != "explicit":
         return x
-    return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
+    return jax.sharding.reshard(x, jax.typeof(reference).sharding.spec)
 
 
 def place_at(x: Array, spec: PartitionSpec) -> Array:

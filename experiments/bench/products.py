@@ -227,10 +227,10 @@ def _quantised(
                     x, w, implementation=implementation, out_dtype=jnp.dtype(sizes.dtype)
                 )
 
-            for pair, (left, right, dtype) in PAIRS.items():
-                rounded_matrices = [round_operand(w, right, -2) for w in matrices]
+            for pair, (lhs, rhs, dtype) in PAIRS.items():
+                rounded_matrices = [round_operand(w, rhs, -2) for w in matrices]
                 candidates[pair + name] = one(
-                    multiply, round_operand(x, left, -1), rounded_matrices, dtype or sizes.dtype
+                    multiply, round_operand(x, lhs, -1), rounded_matrices, dtype or sizes.dtype
                 )
             mixed = _mix(x, matrices)
             candidates["mixed" + name] = one(multiply, x, mixed, "int8")
@@ -300,8 +300,8 @@ def _grouped_candidates(
 
         candidates["ours" + suffix] = one(multiply, rows, weights)
         for pair in GROUPED_PAIRS if name == "forward" else ():
-            left, right, limit = PAIRS[pair]
-            factors = round_operand(rows, left, -1), round_operand(weights, right, -2)
+            lhs, rhs, limit = PAIRS[pair]
+            factors = round_operand(rows, lhs, -1), round_operand(weights, rhs, -2)
             candidates[pair + suffix] = one(multiply, *factors, limit or dtype)
     candidates["ragged_dot"] = one(
         lambda rows, weights: jax.lax.ragged_dot(rows, weights, group_sizes), rows, weights

@@ -119,13 +119,13 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
     assembly, state, _ = load_run(
         path, config.run.step, config.run.mesh, needs_data=False, initial=config.run.initial
     )
-    usual = min(length_of(RunDirectory(path), assembly.plan.config), _MOST)
+    default_length = min(length_of(RunDirectory(path), assembly.plan.config), _MOST)
     text = text_tokens(assembly.source)
     with jax.set_mesh(assembly.mesh):
         scorer = Scorer(
             assembly.plan.model,
             state.params,
-            max_length=config.max_length or usual,
+            max_length=config.max_length or default_length,
             batch_size=config.batch_size,
             router_state=state.router_state,
             execution=assembly.execution,

@@ -102,8 +102,8 @@ def _imported_tokens(source: Source, tokenizer: Tokenizer) -> TextTokens:
         spelled = tokenizer.encode_controls(text).tolist()
         if tuple(spelled[: len(begin)]) == begin:  # not twice
             return spelled
-        whole = tokenizer.encode_prompt(text).tolist()
-        return whole[: len(whole) - ends]
+        token_ids = tokenizer.encode_prompt(text).tolist()
+        return token_ids[: len(token_ids) - ends]
 
     return TextTokens(
         encode, lambda tokens: source.decode(_array(tokens)), tokenizer.separator, begin
@@ -112,11 +112,11 @@ def _imported_tokens(source: Source, tokenizer: Tokenizer) -> TextTokens:
 
 def _add(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int]:
     """Return the ids that a tokenizer puts before a prompt, and the number of those behind it."""
-    whole = tokenizer.encode_prompt("a").tolist()
+    token_ids = tokenizer.encode_prompt("a").tolist()
     alone = tokenizer.encode_controls("a").tolist()
-    for first in range(len(whole) - len(alone) + 1):
-        if whole[first : first + len(alone)] == alone:
-            return tuple(whole[:first]), len(whole) - len(alone) - first
+    for first in range(len(token_ids) - len(alone) + 1):
+        if token_ids[first : first + len(alone)] == alone:
+            return tuple(token_ids[:first]), len(token_ids) - len(alone) - first
     return (), 0
 
 
@@ -136,7 +136,7 @@ def harness_model(
     """
     base = require("lm_eval.api.model", extra="lm-eval").TemplateLM
     tools = require("lm_eval.utils", extra="lm-eval")
-    usual = require("lm_eval.models.utils", extra="lm-eval")
+    utils = require("lm_eval.models.utils", extra="lm-eval")
 
     executor: Executor | None = None
 
@@ -172,7 +172,9 @@ def harness_model(
         ) -> list[tuple[float, bool]]:
             del kwargs
             before = scorer.num_truncated
-            answers = scorer.continuations([(context, rest) for _, context, rest in requests])
+            answers = scorer.continuations(
+                [(context, continuation) for _, context, continuation in requests]
+            )
             for (pair, _, _), answer in zip(requests, answers, strict=True):
                 if pair is not None:
                     self.cache_hook.add_partial("loglikelihood", pair, answer)
@@ -195,8 +197,10 @@ def harness_model(
                 ]
                 for request in requests
             ]
-            answers = iter(scorer.continuations([pair for some in windows for pair in some]))
-            return [sum(next(answers)[0] for _ in some) for some in windows]
+            answers = iter(
+                scorer.continuations([pair for window_group in windows for pair in window_group])
+            )
+            return [sum(next(answers)[0] for _ in window_group) for window_group in windows]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             del disable_tqdm
@@ -210,22 +214,22 @@ def harness_model(
             _warn(scorer.num_truncated - before, len(requests), scorer.max_length)
             return answers
 
-        def _read_request(self, asked: dict[str, Any]) -> tuple[list[str], int]:
+        def _read_request(self, request: dict[str, Any]) -> tuple[list[str], int]:
             """Return the stop texts and the largest number of tokens of an answer."""
-            given = usual.normalize_gen_kwargs(asked, self.max_gen_toks)
-            if given.get("do_sample"):
+            arguments = utils.normalize_gen_kwargs(request, self.max_gen_toks)
+            if arguments.get("do_sample"):
                 raise ValueError(
                     "a task asks for sampling (do_sample), and generation is greedy here: set"
                     " do_sample: false in its generation_kwargs"
                 )
-            return [end for end in given["until"] if end], given["max_gen_toks"]
+            return [end for end in arguments["until"] if end], arguments["max_gen_toks"]
 
         def _written_together(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
             """Return the answers up to their first stop texts, written by the engine."""
             nonlocal executor
             prompts = []
-            for context, asked in requests:
-                ends, most = self._read_request(asked)
+            for context, request in requests:
+                ends, most = self._read_request(request)
                 tokens = scorer.cut(text.encode(context) or [text.separator], most)
                 sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=(text.separator,))
                 prompts.append(Prompt(tokens=tuple(tokens), sampling=sampling, stop=tuple(ends)))
@@ -237,9 +241,9 @@ def harness_model(
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
 
-        def _written(self, context: str, asked: dict[str, Any]) -> str:
+        def _written(self, context: str, request: dict[str, Any]) -> str:
             """Return the answer up to the first stop text."""
-            ends, most = self._read_request(asked)
+            ends, most = self._read_request(request)
 
             def is_done(written: list[int]) -> bool:
                 if written[-1] == text.separator:

@@ -85,7 +85,7 @@ def _batch_flags(config: PlanConfig, candidate: Candidate) -> list[str]:
 
 def plan_summary(
     config: PlanConfig,
-    found: SearchResult,
+    search_result: SearchResult,
     compiled: dict[str, Any] | None,
     chip: Chip,
     defaults: ExecutionConfig,
@@ -94,12 +94,12 @@ def plan_summary(
 
     Args:
         config: Run to plan.
-        found: Result of the search; its first plan was chosen.
+        search_result: Result of the search; its first plan was chosen.
         compiled: Figures of the compiler; None in closed form.
         chip: Properties of each device.
         defaults: Execution of the recipe, whose flags need not be given.
     """
-    candidate = found.fitting[0]
+    candidate = search_result.fitting[0]
     execution = chosen_execution(config, candidate)
     memory = candidate.memory
     seconds = candidate.time
@@ -134,7 +134,7 @@ def plan_summary(
                 "total": runner_up.need,
                 "why": why_not(candidate, runner_up),
             }
-            for runner_up in found.fitting[1:]
+            for runner_up in search_result.fitting[1:]
         ],
     }
 

@@ -83,7 +83,7 @@ def write_report(
         html_page.section("Goodput", chart),
         html_page.section("Policies", html_page.table(table[0], table[1:])),
     ]
-    replace_file(path, html_page.page("Serving, simulated", sections, about=description))
+    replace_file(path, html_page.page("Serving, simulated", sections, introduction=description))
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[float], list[float]]]:

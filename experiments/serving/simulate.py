@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
                     " are measured with those of this machine: leave it, or --run.directory"
                 )
             measured = measure_run(str(directory.path), config.engine, config.repeats, config.cost)
-            say(measured.about)
+            say(measured.description)
             directory = RunDirectory(directory.path / "simulate")
         elif config.cost in ("table", "fit"):
             raise ValueError(

@@ -259,7 +259,7 @@ class Adapter(ParameterView, abc.ABC):
             )
         return state.parts[STATE]
 
-    def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
+    def after_step(self, state: State, grads: Any, step_inputs: StepGiven) -> State:
         """Return the training state after the update of a step, and what the adapter does to it.
 
         It is called inside the compiled step, outside the gradient, after the optimiser. After an
@@ -273,9 +273,9 @@ class Adapter(ParameterView, abc.ABC):
                 trained.
             grads: Clipped gradients of the step, summed over its micro-batches, at the parameters
                 before it: a tree like the parameters with `optax.MaskedNode` for frozen ones.
-            given: State before the step, parameter table and layout rules; see `losses` for these.
+            step_inputs: State before the step, parameter table and layout rules; see `losses`.
         """
-        del grads, given
+        del grads, step_inputs
         return state
 
     def begin(self, params: Any, layers: Layers, key: Array) -> Any:

@@ -87,9 +87,9 @@ def save_streamed(
         raise CheckpointError(f"{directory} already has a checkpoint of step {step}")
     check_arrays(state)
     check_json(config=config, data=data or {})
-    there = {path: np.asarray(leaf) for path, leaf in flatten(pack(state)).items()}
+    host_arrays = {path: np.asarray(leaf) for path, leaf in flatten(pack(state)).items()}
     writer = _Writer(streamed)
-    items = there | {path: writer.stand_in(path) for path in streamed}
+    items = host_arrays | {path: writer.stand_in(path) for path in streamed}
     stacked = {path for path, array in streamed.items() if array.is_stacked}
     options = {path: ocp.SaveArgs(shard_axes=(0,) if path in stacked else ()) for path in items}
     registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, writer))

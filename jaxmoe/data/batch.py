@@ -166,16 +166,16 @@ def _check_array(name: str, values: np.ndarray, shape: tuple[int, ...]) -> None:
         )
     if is_extra:
         kinds = (np.number, np.bool_)
-        words = "a number or boolean"
+        kind_text = "a number or boolean"
     elif name in ("loss_weights", "mask_ratio"):
         kinds = (np.floating,)
-        words = "a float"
+        kind_text = "a float"
     else:
         kinds = (np.integer,)
-        words = "an integer"
+        kind_text = "an integer"
     if not any(np.issubdtype(values.dtype, kind) for kind in kinds):
         raise DataError(
-            f"batch.{name} has dtype {values.dtype}, which must be {words} type: "
+            f"batch.{name} has dtype {values.dtype}, which must be {kind_text} type: "
             f"convert it where it is read"
         )
 

@@ -216,13 +216,13 @@ def with_cache(scan: Scan, flow: Any, cache: Cache | None) -> Any:
     """
     if cache is None:
         return flow
-    held = _by_place(scan, [cache[stack.path] for stack in scan.stacks])
-    return dataclasses.replace(flow, cache=held)
+    caches = _by_place(scan, [cache[stack.path] for stack in scan.stacks])
+    return dataclasses.replace(flow, cache=caches)
 
 
-def cache_by_path(scan: Scan, held: Any) -> Cache:
+def cache_by_path(scan: Scan, caches: Any) -> Cache:
     """Return the caches of a scan by path of their stacks, from its `Stream.cache`."""
-    stacks = held.values() if scan.is_cycle else [held]
+    stacks = caches.values() if scan.is_cycle else [caches]
     return {stack.path: part for stack, part in zip(scan.stacks, stacks, strict=True)}
 
 
@@ -246,7 +246,7 @@ def join_outputs(
     statistics = []
     losses = []
     observations = []
-    others: dict[str, list[Array]] = {}
+    by_name: dict[str, list[Array]] = {}
     for scan, output in zip(scans, outputs, strict=True):
         stacks = list(output.values()) if scan.is_cycle else [output]
         routed = [o for o in stacks if o.statistics is not None]
@@ -256,16 +256,16 @@ def join_outputs(
         for name, value in (
             (n, v) for o in stacks if o.statistics is None for n, v in o.losses.items()
         ):
-            others.setdefault(name, []).append(value)
+            by_name.setdefault(name, []).append(value)
         known = [o.observations for o in stacks if o.observations is not None]
         if known:
             observations.append((interleave(known, scan.length), scan.num_layers))
     for own in losses:
         for name, value in own.items():
-            others.setdefault(name, []).append(value)
+            by_name.setdefault(name, []).append(value)
     return (
         _concatenate(statistics),
-        {name: _concatenate(own) for name, own in others.items()},
+        {name: _concatenate(own) for name, own in by_name.items()},
         join_stacks(observations) if observations else None,
     )
 

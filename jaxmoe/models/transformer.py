@@ -188,7 +188,7 @@ def forward(
     params: Any,
     tokens: Int[Array, "B S"],
     *,
-    whole: Any = None,
+    gathered: Any = None,
     view: View | None = None,
     rows: RowTransform | None = None,
     **options: Any,
@@ -200,26 +200,28 @@ def forward(
         execution: How it is computed.
         params: Parameters of the model.
         tokens: Ids in [0, V).
-        whole: Gathered parameters for the layers, see `jaxmoe.layers.gather`; or None.
+        gathered: Gathered parameters for the layers, see `jaxmoe.layers.gather`; or None.
         view: View of the parameters of the layers, see `jaxmoe.layers.view`; or None.
         rows: Further arrangement of the rows, see `jaxmoe.layers.rows`; or None.
         **options: Further arguments of `Transformer`.
     """
     adapter = model.adapter
-    used = params
+    adapted_params = params
     if adapter is not None:
         key = options.get("key") if options.get("train") else None
-        used = adapter.prepare(used, model.layer_numbers, key)
+        adapted_params = adapter.prepare(adapted_params, model.layer_numbers, key)
         if adapter.has_view:
-            used, view = adapted_view(adapter, used, view, [scan.name for scan in model.scans])
-    variables = {"params": used} | ({} if whole is None else {WHOLE: whole})
+            adapted_params, view = adapted_view(
+                adapter, adapted_params, view, [scan.name for scan in model.scans]
+            )
+    variables = {"params": adapted_params} | ({} if gathered is None else {WHOLE: gathered})
     if view is not None:
         variables |= {VIEW: view.own}
     transformer = Transformer(model, execution, None if view is None else view.rewrite, rows)
     output = cast(Output, transformer.apply(variables, tokens, **options))
     if adapter is not None and options.get("train"):
-        own = adapter.losses(params, execution.placement)
-        output = dataclasses.replace(output, losses=output.losses | own)
+        adapter_losses = adapter.losses(params, execution.placement)
+        output = dataclasses.replace(output, losses=output.losses | adapter_losses)
     return output
 
 

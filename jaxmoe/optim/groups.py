@@ -86,10 +86,10 @@ class GroupMembers:
         """Return the factor on each parameter beside its direction; see the module's formulas."""
 
         def decay(row: ParameterSpec) -> Any:
-            own = weight_decay * row.hyper.weight_decay_multiplier
-            if own == 0.0 or not row.hyper.has_independent_decay:
-                return own * row.hyper.learning_rate_multiplier
-            return own / self.peak
+            decay_of_group = weight_decay * row.hyper.weight_decay_multiplier
+            if decay_of_group == 0.0 or not row.hyper.has_independent_decay:
+                return decay_of_group * row.hyper.learning_rate_multiplier
+            return decay_of_group / self.peak
 
         return self.tree(decay)
 
@@ -174,8 +174,8 @@ class Optimizer(abc.ABC):
         present = [group for group in self.groups if any(r.hyper.group == group for r in table)]
         steps: dict[Hashable, optax.GradientTransformation] = {}
         for group in present:
-            own = peak * self.rate_ratio(group)
-            members = GroupMembers(table=table, group=group, schedule=schedule, peak=own)
+            group_peak = peak * self.rate_ratio(group)
+            members = GroupMembers(table=table, group=group, schedule=schedule, peak=group_peak)
             steps[group] = self.transformation(members)
         if not steps:
             built = optax.identity()
@@ -212,10 +212,10 @@ def check_table(config: Optimizer, table: ParameterTable) -> None:
             )
     is_needed = config.parameterizations and trained
     if is_needed and all(row.hyper.group != config.matrices for row in trained):
-        others = " or ".join(f"parameterization:{name}" for name in config.parameterizations)
+        choices = " or ".join(f"parameterization:{name}" for name in config.parameterizations)
         raise ValueError(
             f"the optimizer {config.name!r} is for parameters of the group {config.matrices}, and"
-            f" the parameterization puts none there: choose {others}, or optimizer:adamw"
+            f" the parameterization puts none there: choose {choices}, or optimizer:adamw"
         )
     for row in trained:
         group = row.hyper.group
@@ -268,8 +268,8 @@ def train_only(
         return inner.init(table.select_trained(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        held = None if params is None else table.select_trained(params)
-        steps, state = inner.update(table.select_trained(updates), state, held, **extra)
+        trained_params = None if params is None else table.select_trained(params)
+        steps, state = inner.update(table.select_trained(updates), state, trained_params, **extra)
         return table.merge(steps, jax.tree.map(jnp.zeros_like, updates)), state
 
     return type(inner)(init, update)

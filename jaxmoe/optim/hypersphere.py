@@ -80,8 +80,8 @@ def on_sphere(
         raise ValueError(f"sphere={sphere!r} must be matrix or stack")
 
     def init(params: Any) -> SphereState:
-        found = matrices_of(params, matrix_axes, name)
-        radius = jax.tree.map(lambda p, m: _norm(p, m, sphere), params, found)
+        matrices = matrices_of(params, matrix_axes, name)
+        radius = jax.tree.map(lambda p, m: _norm(p, m, sphere), params, matrices)
         jax.tree_util.tree_map_with_path(lambda path, r: _refuse_zero(path, r, name), radius)
         return SphereState(count=jnp.zeros((), jnp.int32), radius=radius)
 
@@ -98,15 +98,15 @@ def on_sphere(
             landed = moved * (r / jnp.maximum(_norm(moved, matrix, sphere), tiny))
             return jnp.where(length == 0.0, 0.0, landed - w)
 
-        found = matrices_of(updates, matrix_axes, name)
+        matrices = matrices_of(updates, matrix_axes, name)
         steps = jax.tree.map(
             step,
             updates,
             params,
             state.radius,
-            found,
-            spread(multiplier, found),
-            spread(weight_decay, found),
+            matrices,
+            spread(multiplier, matrices),
+            spread(weight_decay, matrices),
         )
         return steps, SphereState(count=state.count + 1, radius=state.radius)
 

@@ -110,10 +110,10 @@ def _resolve(path: Any, axes: Any, leaf: Any, optimizer: str) -> Matrix | optax.
             " adamw, with optax.partition({'adamw': adamw(...), ...}, labels)"
         )
     sides = [side if isinstance(side, tuple) else (side,) for side in axes]
-    given = [dim for side in sides for dim in side]
+    dims = [dim for side in sides for dim in side]
     ndim = len(shape)
-    in_range = all(-ndim <= dim < ndim for dim in given)
-    if not in_range or len({dim % ndim for dim in given}) < len(given):
+    in_range = all(-ndim <= dim < ndim for dim in dims)
+    if not in_range or len({dim % ndim for dim in dims}) < len(dims):
         raise ValueError(
             f"{spell_path(path)} of shape {shape} has no matrix at the axes {axes}: give different"
             f" dimensions between {-ndim} and {ndim - 1}"

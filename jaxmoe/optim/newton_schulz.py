@@ -87,5 +87,5 @@ def _sum(a: Any, x: Array, b: Any, y: Array) -> Array:
     return (a * x.astype(jnp.float32) + b * y.astype(jnp.float32)).astype(x.dtype)
 
 
-def _product(left: Array, right: Array) -> Array:
-    return jnp.matmul(left, right, preferred_element_type=left.dtype)
+def _product(lhs: Array, rhs: Array) -> Array:
+    return jnp.matmul(lhs, rhs, preferred_element_type=lhs.dtype)

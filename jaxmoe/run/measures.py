@@ -117,8 +117,10 @@ def details_of(model: ModelConfig) -> Details:
     Raises:
         ValueError: The catalogue has none.
     """
-    own = (layer.name for layer in model.context.feed_forwards if layer.name in names("details"))
-    return choice("details", next(own, "routers"))()
+    layer_names = (
+        layer.name for layer in model.context.feed_forwards if layer.name in names("details")
+    )
+    return choice("details", next(layer_names, "routers"))()
 
 
 MOST_TOKENS = 65_536
@@ -201,7 +203,7 @@ class ReadingResult:
     def __str__(self) -> str:
         """Return the result as one line of names and values."""
         parts = [self.description, f"decoded_tokens={self.loss.selected.num_tokens}"]
-        for name, part in (("selected", self.loss.selected), ("whole", self.loss.whole)):
+        for name, part in (("selected", self.loss.selected), ("whole", self.loss.gathered)):
             parts.append(f"{name}/bits_per_token={part.bits_per_token!r}")
             if self.tokens_per_byte is not None:
                 bits = part.bits_per_token * self.tokens_per_byte

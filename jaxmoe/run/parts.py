@@ -97,7 +97,7 @@ class RunPart:
         """Return sources of a state, with their places among those of `restore.SOURCES`."""
         return ()
 
-    def record(self, begun: Begun) -> None:
+    def record(self, start: Begun) -> None:
         """Write what belongs to the state to the run directory; the first process writes."""
 
     def heading(self, assembly: Assembly) -> Sequence[str]:
@@ -109,21 +109,21 @@ class RunPart:
         del assembly
         return ()
 
-    def restore(self, begun: Begun) -> None:
+    def restore(self, start: Begun) -> None:
         """Note the state that the run begins with, or goes on with after a rollback."""
 
-    def join(self, begun: Begun, compile_step: Callable[[], None]) -> Begun:
+    def join(self, start: Begun, compile_step: Callable[[], None]) -> Begun:
         """Return the state to begin with, where the run takes its place among others.
 
         Args:
-            begun: State that was restored.
+            start: State that was restored.
             compile_step: Compiles the training step, unless that was done.
 
         Raises:
             EndRunError: The run cannot begin.
         """
         del compile_step
-        return begun
+        return start
 
     def around(self, step_function: CompiledStep, assembly: Assembly, step: int) -> CompiledStep:
         """Return the training step of a loop with what this part does before and after it.
@@ -272,9 +272,9 @@ class TimeLimit(RunPart):
         self._stop = stop
         self._end: float | None = None
 
-    def restore(self, begun: Begun) -> None:
+    def restore(self, start: Begun) -> None:
         """Begin the time, unless this was a rollback."""
-        del begun
+        del start
         if self._end is None:
             self._end = time.monotonic() + self._seconds
 

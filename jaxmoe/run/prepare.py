@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """A leased run directory with the state to continue from."""
 
-    begun: Begun
+    start: Begun
     checkpoints: CheckpointManager
     parts: list[RunPart]
     """What the run does beside its steps."""
@@ -98,20 +98,20 @@ def prepare(
     restores = checkpoints.latest_step() is not None or keeps
     kind = RESTORE if restores or config.checkpoint.initial is not None else START
     with supervision.stopwatch.on(kind):
-        begun = lineage.restore_or_start(assembly, checkpoints, sources=sources)
+        start = lineage.restore_or_start(assembly, checkpoints, sources=sources)
     for part in parts:
         resources.callback(part.close)
     for part in parts:
-        part.restore(begun)
+        part.restore(start)
     if record is not None:
         record()
-        if begun.source is not None:
-            record_source(directory, begun.source, config)
+        if start.source is not None:
+            record_source(directory, start.source, config)
         keep_tokenizer(directory, config, assembly.source)
         record_devices(directory, assembly)
     for part in parts:
-        part.record(begun)
-    return Prepared(begun=begun, checkpoints=checkpoints, parts=parts)
+        part.record(start)
+    return Prepared(start=start, checkpoints=checkpoints, parts=parts)
 
 
 def _hold(directory: RunDirectory, assembly: Assembly, supervision: Supervision) -> None:

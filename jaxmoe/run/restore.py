@@ -143,9 +143,9 @@ class Lineage:
             replaces_lost=any(place is Place.LOST for place, _ in sources),
         )
         for _, source in sorted((*sources, *SOURCES), key=lambda source: source[0]):
-            begun = source(search)
-            if begun is not None:
-                return begun
+            start = source(search)
+            if start is not None:
+                return start
         raise AssertionError("the last source always has a state")
 
 

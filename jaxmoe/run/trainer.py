@@ -136,14 +136,14 @@ class Trainer:
             prepared = prepare(
                 self._config, self._directory, self._supervision, extends=self._extends
             )
-        begun = self._begun = prepared.begun
+        start = self._begun = prepared.start
         self._checkpoints = prepared.checkpoints
         self._parts = prepared.parts
-        self._step = begun.step
-        if begun.step >= self._config.training.steps:
-            self.result = nothing_to_do(self._directory, begun.step, self._config)
+        self._step = start.step
+        if start.step >= self._config.training.steps:
+            self.result = nothing_to_do(self._directory, start.step, self._config)
             return False
-        print_header(self._name, self._directory, begun, self._parts)
+        print_header(self._name, self._directory, start, self._parts)
         self._started = time.perf_counter()
         return True
 
@@ -166,17 +166,17 @@ class Trainer:
 
     def _open(self, resources: contextlib.ExitStack) -> None:
         """Open the files of the metrics, compile the step, and wait for the other processes."""
-        begun = self._begun
+        start = self._begun
         with configuration_errors(), self._directory.usable():
             reporter = Reporter(
-                self._name, self._directory, begun.assembly, begun.step, self._parts
+                self._name, self._directory, start.assembly, start.step, self._parts
             )
             self._watches = Watches(
                 self._directory,
-                begun.assembly,
+                start.assembly,
                 reporter,
                 self._stopwatch,
-                begun.step,
+                start.step,
                 self._watchdog,
             )
         self._reporter = resources.enter_context(contextlib.closing(reporter))
@@ -192,10 +192,10 @@ class Trainer:
         self._watchdog.beat("compiling")
         say("compiling the training step ...")
         started = time.perf_counter()
-        begun = self._begun
+        start = self._begun
         with self._stopwatch.on(COMPILE):
-            self._compiled = compile_steps(begun.assembly, begun.step, begun.state)
-        self._compiled_from = begun.step
+            self._compiled = compile_steps(start.assembly, start.step, start.state)
+        self._compiled_from = start.step
         self._compile_seconds = time.perf_counter() - started
         say(f"compiled in {self._compile_seconds:.1f} s")
 
@@ -290,22 +290,22 @@ class Trainer:
         self._watchdog.beat("restoring")
         with configuration_errors(), self._stopwatch.on(RESTORE):
             sources = [source for part in self._parts for source in part.sources()]
-            begun = lineage.restore_or_start(
+            start = lineage.restore_or_start(
                 assembly, self._checkpoints, sources=sources, target=shapes
             )
         for part in self._parts:
-            part.restore(begun)
-            part.record(begun)
-        if begun.step < self._compiled_from:
+            part.restore(start)
+            part.record(start)
+        if start.step < self._compiled_from:
             self._watchdog.beat("compiling")
             with self._stopwatch.on(COMPILE):
-                self._compiled = compile_steps(begun.assembly, begun.step, begun.state)
-            self._compiled_from = begun.step
+                self._compiled = compile_steps(start.assembly, start.step, start.state)
+            self._compiled_from = start.step
             barrier("before the steps that follow", self._config.processes.first)
         assert self._reporter is not None  # by `_open`
-        self._reporter.go_back(begun.step)
-        say(rollback_message(self._directory, begun.assembly, refused, begun.step))
-        self._begin_loop(begun.assembly, begun.step, begun.state)
+        self._reporter.go_back(start.step)
+        say(rollback_message(self._directory, start.assembly, refused, start.step))
+        self._begin_loop(start.assembly, start.step, start.state)
         return True
 
     def _save(self) -> None:

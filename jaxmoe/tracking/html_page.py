@@ -69,16 +69,16 @@ details > pre, details > dl { margin-top: 0.8rem; }
 )
 
 
-def page(title: str, sections: Iterable[str], *, about: str = "", style: str = "") -> str:
+def page(title: str, sections: Iterable[str], *, introduction: str = "", style: str = "") -> str:
     """Return a whole page.
 
     Args:
         title: Its heading.
         sections: HTML, in order.
-        about: A line beneath the heading.
+        introduction: A line beneath the heading.
         style: CSS beyond `STYLE`.
     """
-    line = f'<p class="soft">{escape(about)}</p>\n' if about else ""
+    line = f'<p class="soft">{escape(introduction)}</p>\n' if introduction else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>

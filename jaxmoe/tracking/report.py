@@ -102,7 +102,7 @@ def write_report(
     summary: Mapping[str, Any],
     metrics: Series | None = None,
     load: tuple[np.ndarray, np.ndarray] | None = None,
-    further: Sequence[str] = (),
+    more_sections: Sequence[str] = (),
     plots: Sequence[str | os.PathLike[str]] = (),
     samples: str = "",
     config: Mapping[str, Any] | None = None,
@@ -118,7 +118,7 @@ def write_report(
         summary: The numbers of `summary.json`.
         metrics: Steps and values by metric, of `metrics.jsonl`.
         load: Steps [n] and load [n L E], of `router.npz`.
-        further: Further sections, as HTML, after that of the router.
+        more_sections: Further sections, as HTML, after that of the router.
         plots: Further pictures, PNG files.
         samples: Generated text.
         config: The resolved config, as JSON.
@@ -139,7 +139,7 @@ def write_report(
     if load is not None and load[1].size:
         style = load_style(load[1].shape[1])
         sections.append(_router(series, summary, *load))
-    sections += further
+    sections += more_sections
     if units := summary.get("load_balance_units"):
         sections.append(_units(units))
     if goodput := summary.get("goodput"):
@@ -160,7 +160,7 @@ def write_report(
         sections.append(html_page.section("Configuration", folded))
     sections.append(html_page.section("Terms", html_page.table(("term", "meaning"), TERMS.items())))
     description = _about(summary)
-    replace_file(path, html_page.page(title, sections, about=description, style=style))
+    replace_file(path, html_page.page(title, sections, introduction=description, style=style))
 
 
 def _pipeline(description: str, timetable: str) -> str:

@@ -61,8 +61,8 @@ def batch_gradients(
     batch = objective.prepare(model, batch, key, execution.placement)
     total_weight = jnp.where(weight > 0.0, weight, 1.0)
     rows = Rows(batch, total_weight, step.accumulation, first_row)
-    whole = _gather_whole(model, state.params, execution)
-    return weight, backward_of(step).sums(step, state, rows, whole)
+    gathered = _gather_whole(model, state.params, execution)
+    return weight, backward_of(step).sums(step, state, rows, gathered)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class MicroBatchBackward(Backward):
 
     name: ClassVar[str] = "micro_batches"
 
-    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+    def sums(self, step: Step, state: TrainState, rows: Rows, gathered: Any) -> GradientSums:
         """Return the sums over the micro-batches of one step; see the base class."""
         is_whole = takes_two_passes(step.model, step.accumulated_balance)
         return accumulate(
@@ -81,14 +81,16 @@ class MicroBatchBackward(Backward):
                 state,
                 rows.total_weight,
                 is_whole=is_whole,
-                whole=whole,
+                gathered=gathered,
                 backward=self,
             ),
             rows.batch,
             rows.accumulation,
             step.execution.placement,
             first_row=rows.first_row,
-            statistics_of=partial(batch_statistics, step, state, whole=whole) if is_whole else None,
+            statistics_of=partial(batch_statistics, step, state, gathered=gathered)
+            if is_whole
+            else None,
         )
 
     def differentiate(
@@ -117,10 +119,10 @@ def compute_gradients(
     total_weight: Float[Array, ""],
     micro: MicroBatch,
     share: Share,
-    others: RouterStatistics | None,
+    other_statistics: RouterStatistics | None,
     *,
     is_whole: bool,
-    whole: Any = None,
+    gathered: Any = None,
     backward: MicroBatchBackward = MicroBatchBackward(),
 ) -> GradientSums:
     """Return the gradients of one micro-batch's part of the loss.
@@ -131,9 +133,10 @@ def compute_gradients(
         total_weight: Sum of the loss weights of the whole batch.
         micro: Rows.
         share: Share of this micro-batch in the step.
-        others: Statistics of the micro-batches before this one, or of the whole batch; or None.
+        other_statistics: Those of the micro-batches before this one, or of the whole batch; or
+            None.
         is_whole: Whether they are those of the whole batch.
-        whole: Gathered parameters, with a layout that gathers them once a step.
+        gathered: Gathered parameters, with a layout that gathers them once a step.
         backward: How the loss is differentiated.
     """
     model = step.model
@@ -144,16 +147,16 @@ def compute_gradients(
     ) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
         params = trained if table is None else table.merge(trained, state.params)
         nll, rows, output = _forward(
-            step, params, state, micro, whole, has_rows=step.reads_rows, view=view
+            step, params, state, micro, gathered, has_rows=step.reads_rows, view=view
         )
         loss = nll / total_weight
         losses = output.losses
-        if output.statistics is not None and others is not None and is_whole:
-            wide = linearized_losses(model, output.statistics, others, share)
+        if output.statistics is not None and other_statistics is not None and is_whole:
+            wide = linearized_losses(model, output.statistics, other_statistics, share)
             losses = {name: share * value for name, value in losses.items()} | wide
         else:
             if output.statistics is not None:
-                losses = losses | buffered_losses(model, output.statistics, others)
+                losses = losses | buffered_losses(model, output.statistics, other_statistics)
             losses = {name: share * value for name, value in losses.items()}
         head = observer_of(step.execution).head(params, output.hidden, micro.batch, step)
         observations = unite(output.observations, head)
@@ -176,16 +179,16 @@ def compute_gradients(
 
 
 def batch_statistics(
-    step: Step, state: TrainState, micro: MicroBatch, *, whole: Any = None
+    step: Step, state: TrainState, micro: MicroBatch, *, gathered: Any = None
 ) -> RouterStatistics:
     """Return the statistics of some rows as training sees them, without a gradient."""
-    _, _, output = _forward(step, state.params, state, micro, whole)
+    _, _, output = _forward(step, state.params, state, micro, gathered)
     assert output.statistics is not None  # only models with balancers take two passes
     return jax.lax.stop_gradient(output.statistics)
 
 
 def row_losses(
-    step: Step, state: TrainState, micro: MicroBatch, *, whole: Any
+    step: Step, state: TrainState, micro: MicroBatch, *, gathered: Any
 ) -> Float[Array, " B"]:
     """Return the summed cross-entropy of each row as training sees it, without a gradient.
 
@@ -193,9 +196,9 @@ def row_losses(
         step: Model and objective.
         state: Parameters, router state, randomness.
         micro: Rows.
-        whole: Gathered parameters, with a layout that gathers them once a step.
+        gathered: Gathered parameters, with a layout that gathers them once a step.
     """
-    _, rows, _ = _forward(step, state.params, state, micro, whole, has_rows=True)
+    _, rows, _ = _forward(step, state.params, state, micro, gathered, has_rows=True)
     assert rows is not None  # asked for
     return rows
 
@@ -205,13 +208,15 @@ def _forward(
     params: Any,
     state: TrainState,
     micro: MicroBatch,
-    whole: Any,
+    gathered: Any,
     *,
     has_rows: bool = False,
     view: View | None = None,
 ) -> tuple[Array, Array | None, Output]:
-    if whole is not None:
-        params, whole = use_outside_layers(params, whole, [scan.name for scan in step.model.scans])
+    if gathered is not None:
+        params, gathered = use_outside_layers(
+            params, gathered, [scan.name for scan in step.model.scans]
+        )
     return forward_and_row_nll(
         step.model,
         step.execution,
@@ -224,7 +229,7 @@ def _forward(
         rows=step.gradients.rows(step, micro),
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
-        whole=whole,
+        whole=gathered,
         view=view,
     )
 

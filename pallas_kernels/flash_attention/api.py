@@ -59,8 +59,8 @@ _OTHERS: dict[Implementation, Callable[..., Any]] = {
 OPERATION = Operation(
     name="flash_attention",
     implementations={
-        name: _OTHERS.get(name, functools.partial(kernels.flash_attention, kernels=one))
-        for name, one in KERNELS.items()
+        name: _OTHERS.get(name, functools.partial(kernels.flash_attention, kernels=operation))
+        for name, operation in KERNELS.items()
     },
     refusals={
         "cudnn": DeferredProduct(f"{_PACKAGE}.cudnn:reason_against_default"),

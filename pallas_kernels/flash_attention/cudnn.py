@@ -255,10 +255,10 @@ def _configuration(operands: AttentionOperands, products: dict[str, Any]) -> str
         name: {
             "lhs_contracting_dimensions": [str(contracted[0])],
             "rhs_contracting_dimensions": [str(contracted[1])],
-            "lhs_batch_dimensions": [str(at) for at in left],
-            "rhs_batch_dimensions": [str(at) for at in right],
+            "lhs_batch_dimensions": [str(at) for at in lhs],
+            "rhs_batch_dimensions": [str(at) for at in rhs],
         }
-        for name, (contracted, left, right) in products.items()
+        for name, (contracted, lhs, rhs) in products.items()
     }
     scores = {
         "element_type": _ELEMENTS[jnp.dtype(q.dtype).name],

@@ -84,18 +84,18 @@ class Registers:
         """
 
         def multiply(*sums: Any) -> tuple[Array, ...]:
-            for total, (left, right) in zip(sums, pairs, strict=True):
-                plgpu.wgmma(total, left, transposed_ref(right))
+            for total, (lhs, rhs) in zip(sums, pairs, strict=True):
+                plgpu.wgmma(total, lhs, transposed_ref(rhs))
             if started is not None:
                 started()
             return tuple(total[...] for total in sums)
 
         if self.is_interpreted:
-            results = tuple(_dot(left[...], right[...], 1) for left, right in pairs)
+            results = tuple(_dot(lhs[...], rhs[...], 1) for lhs, rhs in pairs)
             if started is not None:
                 started()
             return results
-        dtypes = (sum_dtype(left.dtype) for left, _ in pairs)
+        dtypes = (sum_dtype(lhs.dtype) for lhs, _ in pairs)
         return pl.run_scoped(
             multiply, *(plgpu.WGMMAAccumulatorRef(shape, dtype) for dtype in dtypes)
         )
@@ -109,15 +109,15 @@ class Registers:
         """
 
         def multiply(sums: tuple[Any, ...]) -> None:
-            for total, (left, right) in zip(sums, pairs, strict=True):
-                plgpu.wgmma(total, left, right)
+            for total, (lhs, rhs) in zip(sums, pairs, strict=True):
+                plgpu.wgmma(total, lhs, rhs)
             if started is not None:
                 started()
 
         if self.is_interpreted:
             if started is not None:
                 started()
-            products = (_dot(left, right[...], 0) for left, right in pairs)
+            products = (_dot(lhs, rhs[...], 0) for lhs, rhs in pairs)
             return tuple(total + x for total, x in zip(totals, products, strict=True))
         return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in totals)))
 
@@ -136,18 +136,16 @@ class Registers:
                 x = x.astype(jnp.float32)
         return x.astype(dtype)
 
-    def add_while(
-        self, total: Array, left: Any, right: Any, meanwhile: Callable[[], None]
-    ) -> Array:
+    def add_while(self, total: Array, lhs: Any, rhs: Any, meanwhile: Callable[[], None]) -> Array:
         """Return total + left @ right from shared memory; `meanwhile()` runs beside the product."""
 
         def multiply(sums: Any) -> None:
-            plgpu.wgmma(sums, left, right)
+            plgpu.wgmma(sums, lhs, rhs)
             meanwhile()
 
         if self.is_interpreted:
             meanwhile()
-            return total + _dot(left[...], right[...], 0)
+            return total + _dot(lhs[...], rhs[...], 0)
         return pl.run_state(multiply)(plgpu.ACC.init(total))
 
     def sum_of(
@@ -180,17 +178,17 @@ class Registers:
             slot = ring.await_full(step)
             if before is not None:
                 before(step, slot)
-            left, right = (
+            lhs, rhs = (
                 slots.at[slot] if part is None else slots.at[slot, part] for slots, part in operands
             )
-            return slot, left, right
+            return slot, lhs, rhs
 
         dtype = sum_dtype(operands[0][0].dtype)
         if self.is_interpreted:
 
             def step(at: Array, total: Array) -> Array:
-                slot, left, right = fill(at)
-                product = _dot(left[...], right[...], int(is_turned[1]), int(not is_turned[0]))
+                slot, lhs, rhs = fill(at)
+                product = _dot(lhs[...], rhs[...], int(is_turned[1]), int(not is_turned[0]))
                 self.free(ring.free.at[slot])
                 return total + product
 
@@ -199,9 +197,9 @@ class Registers:
         def multiply(total: Any) -> Array:
             @pl.loop(first, last)
             def _step(at: Array) -> None:
-                _, left, right = fill(at)
-                left = transposed_ref(left) if is_turned[0] else left
-                plgpu.wgmma(total, left, transposed_ref(right) if is_turned[1] else right)
+                _, lhs, rhs = fill(at)
+                lhs = transposed_ref(lhs) if is_turned[0] else lhs
+                plgpu.wgmma(total, lhs, transposed_ref(rhs) if is_turned[1] else rhs)
                 plgpu.wgmma_wait(1)
 
                 @pl.when(at > first)
@@ -230,10 +228,10 @@ class Registers:
         plgpu.barrier_arrive(barrier)
 
 
-def _dot(left: Array, right: Array, axis: int, left_axis: int = 1) -> Array:
+def _dot(lhs: Array, rhs: Array, axis: int, left_axis: int = 1) -> Array:
     dimensions = (((left_axis,), (axis,)), ((), ()))
-    dtype = sum_dtype(left.dtype)
-    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=dtype)
+    dtype = sum_dtype(lhs.dtype)
+    return jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
 
 
 def sum_dtype(dtype: Any) -> Any:

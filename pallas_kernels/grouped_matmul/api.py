@@ -16,7 +16,7 @@ factors are multiplied as given, as in `quantized_matmul`; only floating operand
 
 `grouped_outer` is the other product that an expert needs, the gradient of its matrix:
 
-    out[g] = sum over the rows r of g of rows[r]^T others[r]
+    out[g] = sum over the rows r of g of rows[r]^T other_rows[r]
 
 Where sizes add up to more than R, groups are cut at R, and groups that begin there are empty.
 
@@ -135,17 +135,17 @@ def grouped_matmul(
 
 def grouped_outer(
     rows: Float[Array, "R k"] | QuantizedArray,
-    others: Float[Array, "R n"] | QuantizedArray,
+    other_rows: Float[Array, "R n"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     implementation: Implementation | None = None,
     out_dtype: Any = None,
 ) -> Float[Array, "G k n"]:
-    """Return the sum of rows^T others over the rows of each group, without a gradient.
+    """Return the sum of rows^T other_rows over the rows of each group, without a gradient.
 
     Args:
         rows: Rows sorted by group, as in `grouped_matmul`; quantised rows have one scale.
-        others: As many rows, sorted alike; quantised rows have one scale.
+        other_rows: As many rows, sorted alike; quantised rows have one scale.
         group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
         implementation: Implementation to run; None picks the fastest that runs here.
         out_dtype: Dtype of the result; None takes float32.
@@ -157,26 +157,26 @@ def grouped_outer(
     Raises:
         ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
-    _check_outer(rows, others, group_sizes)
+    _check_outer(rows, other_rows, group_sizes)
     group_sizes = sizes_within(rows.shape[0], group_sizes)
-    operands = (rows, others, group_sizes)
-    rows, others, group_sizes = match_varying(operands, operands)
+    operands = (rows, other_rows, group_sizes)
+    rows, other_rows, group_sizes = match_varying(operands, operands)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
-    if 0 in (*rows.shape, *others.shape, *group_sizes.shape):
-        shape = (group_sizes.shape[0], rows.shape[1], others.shape[1])
+    if 0 in (*rows.shape, *other_rows.shape, *group_sizes.shape):
+        shape = (group_sizes.shape[0], rows.shape[1], other_rows.shape[1])
         empty = jnp.zeros(shape, out_dtype)
-        return match_varying(empty, rows, others, group_sizes)
-    contract = OUTER.function(implementation, rows, others)
-    length = largest_sum(rows, others)
+        return match_varying(empty, rows, other_rows, group_sizes)
+    contract = OUTER.function(implementation, rows, other_rows)
+    length = largest_sum(rows, other_rows)
     if length is None or rows.shape[0] <= length:
-        return contract(rows, others, group_sizes, out_dtype=out_dtype)
+        return contract(rows, other_rows, group_sizes, out_dtype=out_dtype)
     # int32 may overflow over so many rows: parts are added in float32.
     out = jnp.float32(0.0)
     ends = jnp.cumsum(group_sizes)
     for start in range(0, rows.shape[0], length):
         stop = min(start + length, rows.shape[0])
         sizes = jnp.diff(jnp.clip(ends, start, stop), prepend=start)
-        part = (_rows_of(x, start, stop) for x in (rows, others))
+        part = (_rows_of(x, start, stop) for x in (rows, other_rows))
         out = out + contract(*part, sizes, out_dtype=jnp.float32)
     return out.astype(out_dtype)
 
@@ -224,13 +224,15 @@ def _check(rows: Any, weights: Any, group_sizes: Array) -> None:
     _check_integers("grouped_matmul", group_sizes)
 
 
-def _check_outer(rows: Any, others: Any, group_sizes: Array) -> None:
-    shapes = f"rows {rows.shape}, others {others.shape}, group_sizes {group_sizes.shape}"
-    if (rows.ndim, others.ndim, group_sizes.ndim) != (2, 2, 1) or rows.shape[0] != others.shape[0]:
+def _check_outer(rows: Any, other_rows: Any, group_sizes: Array) -> None:
+    shapes = f"rows {rows.shape}, other_rows {other_rows.shape}, group_sizes {group_sizes.shape}"
+    if (rows.ndim, other_rows.ndim, group_sizes.ndim) != (2, 2, 1) or rows.shape[
+        0
+    ] != other_rows.shape[0]:
         raise ValueError(
-            f"grouped_outer takes rows [R k], others [R n] and group_sizes [G], not {shapes}."
+            f"grouped_outer takes rows [R k], other_rows [R n] and group_sizes [G], not {shapes}."
         )
-    check_factors("grouped_outer", {"rows": rows, "others": others}, (None, None))
+    check_factors("grouped_outer", {"rows": rows, "other_rows": other_rows}, (None, None))
     _check_integers("grouped_outer", group_sizes)
 
 

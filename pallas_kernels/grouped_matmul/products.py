@@ -3,7 +3,7 @@
 """Defines what an implementation of grouped_matmul consists of, and the gradient shared by all.
 
     multiply   out[r] = rows[r] @ weights[g]        is_turned: rows[r] @ weights[g]^T
-    contract   out[g] = sum over the rows r of g of rows[r]^T others[r]
+    contract   out[g] = sum over the rows r of g of rows[r]^T other_rows[r]
 
     d rows = multiply(d out, weights), transposed    d weights = contract(rows, d out)
 
@@ -31,7 +31,7 @@ class Products(NamedTuple):
     with scales along -1, weights along -2 whether transposed or not, or either with one scale.
     """
     contract: Callable[..., Array]
-    """(rows [R k], others [R n], group_sizes [G] i32, *, out_dtype) -> [G k n].
+    """(rows [R k], other_rows [R n], group_sizes [G] i32, *, out_dtype) -> [G k n].
 
     Both may be QuantizedArrays of one scale.
     """

@@ -35,17 +35,19 @@ def grouped_matmul(
 
 def grouped_outer(
     rows: Float[Array, "R k"] | QuantizedArray,
-    others: Float[Array, "R n"] | QuantizedArray,
+    other_rows: Float[Array, "R n"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     out_dtype: Any,
 ) -> Float[Array, "G k n"]:
     """Return what `pallas_kernels.grouped_outer` returns."""
     rows = constant(rows)
-    others = constant(others)
+    other_rows = constant(other_rows)
     is_own = _is_own(rows.shape[0], group_sizes)[:, :, None]
-    rows, others = (jnp.where(is_own, x[None], jnp.zeros_like(x)[None]) for x in (rows, others))
-    out = jnp.einsum("grk,grn->gkn", rows, others, preferred_element_type=jnp.float32)
+    rows, other_rows = (
+        jnp.where(is_own, x[None], jnp.zeros_like(x)[None]) for x in (rows, other_rows)
+    )
+    out = jnp.einsum("grk,grn->gkn", rows, other_rows, preferred_element_type=jnp.float32)
     return out.astype(out_dtype)
 
 

@@ -72,7 +72,7 @@ def _weight_gradient(rows: Array, d_out: Array, layout: Layout) -> Array:
     return over_blocks(layout, add_block, total)
 
 
-def _contract_integers(rows: Array, others: Array) -> Array:
+def _contract_integers(rows: Array, other_rows: Array) -> Array:
     """Transpose first, and multiply one by one.
 
     XLA has a fast int8 product on the CPU for rows times columns only (another one takes three
@@ -83,7 +83,7 @@ def _contract_integers(rows: Array, others: Array) -> Array:
     def product(pair: tuple[Array, Array]) -> Array:
         return jnp.matmul(*pair, preferred_element_type=jnp.int32)
 
-    return jax.lax.map(product, (turned, others))
+    return jax.lax.map(product, (turned, other_rows))
 
 
 def _quantized_product(
@@ -136,14 +136,14 @@ def _multiply(
 
 def _contract(
     rows: Float[Array, "R k"] | QuantizedArray,
-    others: Float[Array, "R n"] | QuantizedArray,
+    other_rows: Float[Array, "R n"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     out_dtype: Any,
 ) -> Float[Array, "G k n"]:
-    dtype = multiplied_dtype(rows, others)
-    (rows, scale), (others, other_scale) = (_with_scale(x, dtype) for x in (rows, others))
-    out = _weight_gradient(rows, others, lay_out(rows.shape[0], group_sizes))
+    dtype = multiplied_dtype(rows, other_rows)
+    (rows, scale), (other_rows, other_scale) = (_with_scale(x, dtype) for x in (rows, other_rows))
+    out = _weight_gradient(rows, other_rows, lay_out(rows.shape[0], group_sizes))
     return (out.astype(jnp.float32) * scale * other_scale).astype(out_dtype)
 
 

@@ -93,9 +93,9 @@ def _multiply(
 
 
 def _contract(
-    products: Products, rows: Array, others: Array, weights: Any, group_sizes: Array
+    products: Products, rows: Array, other_rows: Array, weights: Any, group_sizes: Array
 ) -> Array | None:
     """Return the gradient of the weights, None where they are quantised."""
     if isinstance(weights, QuantizedArray):
         return None
-    return products.contract(rows, others, group_sizes, out_dtype=weights.dtype)
+    return products.contract(rows, other_rows, group_sizes, out_dtype=weights.dtype)

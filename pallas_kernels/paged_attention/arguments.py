@@ -31,7 +31,7 @@ class PagedRules:
     window: int | None
     softcap: float | None
     scale: float
-    asked: Implementation | None
+    requested: Implementation | None
     """Implementation that was asked for; what gathers pages asks `flash_attention` for it."""
 
 
@@ -62,7 +62,7 @@ def rules_of(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"paged_attention: softcap={softcap} must be above 0, or None for no cap.")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return PagedRules(window=window, softcap=softcap, scale=factor, asked=implementation)
+    return PagedRules(window=window, softcap=softcap, scale=factor, requested=implementation)
 
 
 def check_arguments(q: Array, pool: Pool, tables: Tables, positions: Array) -> None:

@@ -57,7 +57,7 @@ def attend_gathered(
             window=rules.window,
             softcap=rules.softcap,
             scale=rules.scale,
-            implementation=rules.asked,
+            implementation=rules.requested,
         )
         return out.reshape(*q.shape[:2], -1)
 

@@ -75,7 +75,7 @@ def test_a_run_logs_its_rewards_and_changes_all_parameters(begun, trained):
 def test_with_rows_cut_over_devices_the_first_step_is_the_same(begun, trained, tmp_path):
     mesh = ("--execution.mesh.data", "4", "--execution.mesh.seq", "2")
     mesh += ("execution.sequence_parallel:auto",)
-    assert rl.main(flags(begun, tmp_path / "cut", 1, *HELD, *mesh)) == ExitCode.DONE
+    assert rl.main(flags(begun, tmp_path / "cut", 2, *HELD, *mesh)) == ExitCode.DONE
     wanted, cut = (read_metrics(at / "metrics.jsonl") for at in (trained, tmp_path / "cut"))
     for name in ("rl/reward", "rl/kl", "rl/length", "train/loss", "train/grad_norm"):
         np.testing.assert_allclose(cut[name][1][0], wanted[name][1][0], rtol=1e-3, atol=1e-6)

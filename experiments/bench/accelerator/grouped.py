@@ -21,7 +21,7 @@ from pallas_kernels import OPERATIONS, grouped_matmul, grouped_swiglu
 class GroupedCase:
     """Sizes of a grouped product."""
 
-    words: str
+    label: str
     rows: int
     width: int
     hidden: int
@@ -38,12 +38,12 @@ class GroupedCase:
 
 
 CASES = (
-    GroupedCase(words="OLMoE", rows=131072, width=2048, hidden=1024, groups=64),
-    GroupedCase(words="Qwen3", rows=131072, width=2048, hidden=768, groups=128),
-    GroupedCase(words="Mixtral", rows=32768, width=4096, hidden=14336, groups=8, is_trained=False),
-    GroupedCase(words="decoding", rows=512, width=2048, hidden=1024, groups=64, is_trained=False),
+    GroupedCase(label="OLMoE", rows=131072, width=2048, hidden=1024, groups=64),
+    GroupedCase(label="Qwen3", rows=131072, width=2048, hidden=768, groups=128),
+    GroupedCase(label="Mixtral", rows=32768, width=4096, hidden=14336, groups=8, is_trained=False),
+    GroupedCase(label="decoding", rows=512, width=2048, hidden=1024, groups=64, is_trained=False),
 )
-TINY = (GroupedCase(words="tiny", rows=256, width=128, hidden=128, groups=4),)
+TINY = (GroupedCase(label="tiny", rows=256, width=128, hidden=128, groups=4),)
 
 
 def emit_grouped(work: BenchWork) -> None:
@@ -52,7 +52,7 @@ def emit_grouped(work: BenchWork) -> None:
         flops = 2.0 * case.rows * case.width * case.hidden
         for name in _implementations("grouped_matmul", case):
             product = functools.partial(_product, name)
-            label = f"grouped product {case.words}"
+            label = f"grouped product {case.label}"
             draw = functools.partial(_draw_product, case)
             candidate(work, label, name, functools.partial(_first, product, 3), draw, flops=flops)
             if case.is_trained:
@@ -62,7 +62,7 @@ def emit_grouped(work: BenchWork) -> None:
             continue
         for name in _implementations("grouped_swiglu", case):
             layer = functools.partial(_layer, name)
-            label = f"experts {case.words}"
+            label = f"experts {case.label}"
             draw = functools.partial(_draw_layer, case)
             run = functools.partial(_first, layer, 4)
             candidate(work, label, name, run, draw, flops=3.0 * flops, calls=4)
@@ -80,7 +80,7 @@ def emit_grouped(work: BenchWork) -> None:
 def _implementations(operation: str, case: GroupedCase) -> list[str]:
     names = [name for name in OPERATIONS[operation].runnable() if name != "reference"]
     # Beside a kernel XLA's loop over groups is slow enough to be shown for one case alone.
-    return names if case.words in ("OLMoE", "tiny") or len(names) == 1 else names[:-1]
+    return names if case.label in ("OLMoE", "tiny") or len(names) == 1 else names[:-1]
 
 
 def _product(implementation: Any, rows: Any, weights: Any, sizes: Any) -> Any:

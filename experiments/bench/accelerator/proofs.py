@@ -21,16 +21,16 @@ def proofs(work: BenchWork) -> None:
 
 def _emit(work: BenchWork, name: str, case: str, implementation: Implementation) -> None:
     verdict = compare(name, implementation, case, scales=(1,) if work.is_tiny else (1, 3, 8))
-    is_refused = verdict.error is None and verdict.words.startswith("ValueError")
+    is_refused = verdict.error is None and verdict.explanation.startswith("ValueError")
     row = {"case": f"proof of {name} {case}".strip(), "name": implementation}
     if is_refused:
-        emit(**row, refused=verdict.words)
+        emit(**row, refused=verdict.explanation)
     else:
         emit(
             **row,
             is_right=verdict.is_right,
             largest_error=verdict.error,
-            words=verdict.words,
+            words=verdict.explanation,
         )
 
 

@@ -148,7 +148,7 @@ def _group(torch: Any, device: str, case: grouped.GroupedCase) -> None:
         passes["d rows"]()
         return passes["d weights"]()
 
-    label = f"grouped product {case.words}"
+    label = f"grouped product {case.label}"
     _time_call(torch, label, "PyTorch _grouped_mm", passes["forward"], flops=flops)
     if case.is_trained:
         label += ", gradients"

@@ -38,7 +38,7 @@ class AxisSetting:
 class Axis:
     """One axis."""
 
-    words: str
+    label: str
     """Meaning of the value, for `--help`."""
     apply: Callable[[AxisSetting, float], AxisSetting]
     """Function from a setting and a value to the setting there; raises ValueError when there is
@@ -190,34 +190,34 @@ def _times(size: Callable[[AxisSetting], float], *factors: float) -> Callable[[A
 
 AXES: dict[str, Axis] = {
     "width": Axis(
-        words="embed_dim", apply=_width, points=_times(lambda s: s.model.embed_dim, 1, 2, 4)
+        label="embed_dim", apply=_width, points=_times(lambda s: s.model.embed_dim, 1, 2, 4)
     ),
     "depth": Axis(
-        words="layers", apply=_depth, points=_times(lambda s: s.model.num_layers, 0.5, 1, 2)
+        label="layers", apply=_depth, points=_times(lambda s: s.model.num_layers, 0.5, 1, 2)
     ),
     "tokens": Axis(
-        words="times training.steps",
+        label="times training.steps",
         apply=_tokens,
         points=lambda setting: (1.0, 2.0, 4.0),
         is_whole=False,
     ),
     "batch": Axis(
-        words="sequences a step",
+        label="sequences a step",
         apply=_batch,
         points=_times(lambda s: s.training.batch_size, 0.5, 1, 2),
     ),
     "granularity": Axis(
-        words="experts of a token",
+        label="experts of a token",
         apply=_granularity,
         points=_times(lambda s: _moe(s, "granularity").top_k, 1, 2, 4),
     ),
     "sparsity": Axis(
-        words="num_experts / top_k",
+        label="num_experts / top_k",
         apply=_sparsity,
         points=lambda setting: (2.0, 4.0, 8.0),
     ),
     "balance": Axis(
-        words="coefficient of the load-balancing loss",
+        label="coefficient of the load-balancing loss",
         apply=_balance,
         points=lambda setting: (1e-3, 1e-2, 1e-1),
         is_whole=False,

@@ -30,7 +30,7 @@ class StudySizes:
 
     steps: int
     """training.steps of the sweep."""
-    words: str
+    label: str
     """Text that reports the choice."""
 
 
@@ -90,4 +90,4 @@ def size_of(
         " one rate beyond the grid at each point included:"
         f" about {minutes:.0f} minutes"
     )
-    return StudySizes(steps=steps, words=sentence)
+    return StudySizes(steps=steps, label=sentence)

@@ -142,7 +142,7 @@ class Sweep:
             record = {"kind": SIZES, "data": self._data.digest, **dataclasses.asdict(self._sizes)}
             self._file.append(record)
         if config.budget is not None and self._sizes is not None:
-            say(self._sizes.words)
+            say(self._sizes.label)
             training = dataclasses.replace(config.training, steps=self._sizes.steps)
             config = dataclasses.replace(config, training=training)
         self._cells = cells_of(config)
@@ -186,7 +186,7 @@ class Sweep:
         balance = balance_rows(points) if config.axis == "balance" else []
         verdicts += map(balance_sentence, balance)
         picture = self._directory.plots_directory / PICTURE
-        header = {"axis": config.axis, "words": axis.words, "unit": unit}
+        header = {"axis": config.axis, "words": axis.label, "unit": unit}
         draw_transfer(picture, points, arms, **header)
         spent = sum(self._records[key]["seconds"] for key in self._records)
         self._directory.write_summary(
@@ -313,7 +313,7 @@ class Sweep:
 
 def _names() -> str:
     """Return the axes and arms, for `--help`."""
-    lines = [f"  {name}  {axis.words}" for name, axis in AXES.items()]
+    lines = [f"  {name}  {axis.label}" for name, axis in AXES.items()]
     arms = [f"  {name}  {arm.words}" for name, arm in ARMS.items()]
     return "\n".join(["Axes:", *lines, "", "Arms:", *arms])
 

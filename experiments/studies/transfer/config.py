@@ -133,7 +133,7 @@ class TransferConfig:
             raise ValueError(f"points={_spell(points)}: they must differ, and all be above 0")
         if axis.is_whole and any(value != int(value) for value in points):
             raise ValueError(
-                f"points={_spell(points)}: the axis {self.axis} ({axis.words}) has whole numbers"
+                f"points={_spell(points)}: the axis {self.axis} ({axis.label}) has whole numbers"
             )
 
     @property

@@ -131,8 +131,8 @@ def granite_moe_hybrid(config: Mapping[str, Any]) -> ModelConfig:
     width = fields.size("hidden_size")
     heads = fields.size("mamba_n_heads")
     inner = fields.size("mamba_expand") * width
-    given = fields.get("mamba_d_head", default="auto")
-    head_dim = inner // heads if given == "auto" else fields.size("mamba_d_head")
+    head_width = fields.get("mamba_d_head", default="auto")
+    head_dim = inner // heads if head_width == "auto" else fields.size("mamba_d_head")
     if heads * head_dim != inner:
         raise CheckpointError(
             f"config.mamba_n_heads={heads} heads of mamba_d_head={head_dim} must be"
@@ -169,8 +169,8 @@ def granite_moe_hybrid(config: Mapping[str, Any]) -> ModelConfig:
                 f" intermediate_size={expert_dim}: shared experts here are as wide as the others"
             )
         count = shared // expert_dim
-        given = {"num_shared_experts": count}
-        moe = parts.experts(fields, expert_dim, method.router, method.gate, **given)
+        head_width = {"num_shared_experts": count}
+        moe = parts.experts(fields, expert_dim, method.router, method.gate, **head_width)
     for name in ("intermediate_size", "num_experts_per_tok"):
         fields.get(name)  # of experts, which there may be none of
     multipliers = ForwardMultipliers(

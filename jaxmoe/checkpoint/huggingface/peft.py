@@ -127,7 +127,7 @@ def family_of_model(model: ModelConfig) -> Family:
 def adapted_rows(model: ModelConfig) -> list[tuple[ParameterSpec, tuple[float, ...]]]:
     """Return the adapted parameters of a model, and the scale of each of their layers."""
     rows = {row.path: row for row in parameter_table(model)}
-    found = []
+    adapted = []
     for path, row in rows.items():
         if f"{path}:scale" not in rows:
             continue
@@ -136,8 +136,8 @@ def adapted_rows(model: ModelConfig) -> list[tuple[ParameterSpec, tuple[float, .
                 f"adapter.targets.roles has embedding ({path}), which is not written for PEFT:"
                 " convert with --fold True instead"
             )
-        found.append((row, rows[f"{path}:scale"].declaration.init))
-    return found
+        adapted.append((row, rows[f"{path}:scale"].declaration.init))
+    return adapted
 
 
 def _factors_of(matrix: PeftMatrix, params: Mapping[str, Any]) -> PeftFactors:

@@ -86,7 +86,7 @@ def read_peft(
     tensors = dict(open_tensors(plain_file(place, TENSORS)))
     table = parameter_table(model)
     read_keys = set[str]()
-    found = dict[str, list[tuple[PeftMatrix, PeftFactors, float]]]()
+    factors_by_path = dict[str, list[tuple[PeftMatrix, PeftFactors, float]]]()
     for row in table:
         if row.declaration.matrix is None or row.declaration.role == "embedding":
             continue
@@ -97,11 +97,11 @@ def read_peft(
             rank = _rank_of(matrix, keys, down, up)
             scale = fields.scale_of(matrix, rank)
             factors = matrix.from_tensors(down, up)
-            found.setdefault(row.path, []).append((matrix, factors, scale))
+            factors_by_path.setdefault(row.path, []).append((matrix, factors, scale))
     read_keys |= _copies(place, tensors, table, params)
     _check_known(place, tensors, read_keys)
     rows = {row.path: row for row in table}
-    merged = {path: _merge(rows[path], parts) for path, parts in found.items()}
+    merged = {path: _merge(rows[path], parts) for path, parts in factors_by_path.items()}
     adapter = _adapter_of(model, fields, rows, merged)
     return adapter, _arrays_of(dataclasses.replace(model, adapter=adapter), merged)
 
@@ -118,7 +118,7 @@ def _copies(
         CheckpointError: One has another shape or other values than the model.
     """
     rows = {row.declaration.role: row for row in table}
-    found = dict[str, ParameterSpec]()
+    copies = dict[str, ParameterSpec]()
     for key, tensor in tensors.items():
         if (match := _COPY.fullmatch(key)) is None:
             continue
@@ -129,15 +129,15 @@ def _copies(
                 f" {sorted(row.shape, reverse=True)}: its vocabulary was resized for the adapter."
                 " Merge the adapter into its model with peft, and import that"
             )
-        found[key] = row
-    if found and params is None:
+        copies[key] = row
+    if copies and params is None:
         logger.warning(
             "%s holds weights of the model beside the factors (%s): they are taken to be its own",
             place,
-            ", ".join(found),
+            ", ".join(copies),
         )
-    flat = {} if params is None or not found else traverse_util.flatten_dict(params(), sep="/")
-    for key, row in found.items() if flat else ():
+    flat = {} if params is None or not copies else traverse_util.flatten_dict(params(), sep="/")
+    for key, row in copies.items() if flat else ():
         theirs = np.asarray(tensors[key], np.float32)
         ours = np.asarray(flat[row.path], np.float32)
         ours = ours if ours.shape == theirs.shape else ours.T
@@ -146,7 +146,7 @@ def _copies(
                 f"{place}: {key} are other weights than the model's: they were trained beside the"
                 " factors. Merge the adapter into its model with peft, and import that"
             )
-    return set(found)
+    return set(copies)
 
 
 def _fused_names(matrix: PeftMatrix, fields: PeftFields) -> set[str]:

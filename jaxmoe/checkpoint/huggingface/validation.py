@@ -34,7 +34,7 @@ MAX_EXPERTS: Final = 1 << 20
 class _SizeRule(NamedTuple):
     """Type of fields; null, like an absent field, is allowed by all of them."""
 
-    words: str
+    rule: str
     fits: Callable[[Any], bool]
     names: str
     """Names of the fields, separated by spaces."""
@@ -179,7 +179,7 @@ def _check(fields: Mapping[str, Any], rules: tuple[_SizeRule, ...], prefix: str)
             value = fields.get(name)
             if value is not None and not rule.fits(value):
                 raise CheckpointError(
-                    f"{prefix}{name}={show_value(value)} must be {rule.words}: correct it, or"
+                    f"{prefix}{name}={show_value(value)} must be {rule.rule}: correct it, or"
                     " download the file again"
                 )
 

@@ -136,28 +136,32 @@ class AdaLoraConfig(FactorsConfig):
         flats = zeros | {"live": live}
         return {name: nest(one) for name, one in flats.items()}
 
-    def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
+    def after_step(self, state: State, grads: Any, step_inputs: StepGiven) -> State:
         """Return the state with new averages, and now and then a choice of triplets."""
         now: Any = state
         step = now.step
         params = by_path(now.params)
-        own = by_path(self.own_state(now))
+        state_by_path = by_path(self.own_state(now))
         slopes = by_path(grads)
         is_open = step < self.final
-        for path in [path for path in own if path.startswith("sensitivity/")]:
+        for path in [path for path in state_by_path if path.startswith("sensitivity/")]:
             name = path.removeprefix("sensitivity/")
             weight, slope = (tree[name].astype(jnp.float32) for tree in (params, slopes))
             uncertainty = f"uncertainty/{name}"
-            first, second = self.averages(weight, slope, own[path], own[uncertainty])
-            own[path] = jnp.where(is_open, first, own[path])
-            own[uncertainty] = jnp.where(is_open, second, own[uncertainty])
-        own |= self._chosen(own, given.table, step, given.placement)
+            first, second = self.averages(
+                weight, slope, state_by_path[path], state_by_path[uncertainty]
+            )
+            state_by_path[path] = jnp.where(is_open, first, state_by_path[path])
+            state_by_path[uncertainty] = jnp.where(is_open, second, state_by_path[uncertainty])
+        state_by_path |= self._chosen(state_by_path, step_inputs.table, step, step_inputs.placement)
         is_masked = self._chooses(step) | (step > self.final)
         for path in _matrices(params):
             values = params[f"{path}:values"]
-            keeps = own[f"live/{path}"] | ~is_masked
+            keeps = state_by_path[f"live/{path}"] | ~is_masked
             params[f"{path}:values"] = jnp.where(keeps, values, jnp.zeros_like(values))
-        return dataclasses.replace(now, params=nest(params), parts={**now.parts, STATE: nest(own)})
+        return dataclasses.replace(
+            now, params=nest(params), parts={**now.parts, STATE: nest(state_by_path)}
+        )
 
     def averages(
         self, weight: Array, slope: Array, sensitivity: Array, uncertainty: Array

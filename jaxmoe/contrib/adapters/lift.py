@@ -97,14 +97,14 @@ class LiftConfig(Adapter):
         )
         ones = (1,) * len(declaration.matrix[0])
         stack = declaration.axes[0] if declaration.is_stacked else ax.RANK
-        used = dataclasses.replace(
+        selection = dataclasses.replace(
             vector,
             shape=(len(is_adapted), *ones),
             axes=(stack, *(ax.RANK for _ in ones)),
             init=tuple(map(float, is_adapted)),
         )
         indices = dataclasses.replace(vector, dtype="int32")
-        rows = zip(_NAMES, (vector, indices, used), (TRAINED, _FIXED, _FIXED), strict=True)
+        rows = zip(_NAMES, (vector, indices, selection), (TRAINED, _FIXED, _FIXED), strict=True)
         return [
             own_row(f"{row.path}:{name}", row_declaration, hyper, rules)
             for name, row_declaration, hyper in rows
@@ -128,9 +128,9 @@ class LiftConfig(Adapter):
         del layers
         return self._refresh(params, {}, key)[0]
 
-    def after_step(self, state: State, grads: Any, given: Any) -> State:
+    def after_step(self, state: State, grads: Any, step_inputs: Any) -> State:
         """Return the state with entries chosen anew, every `refresh_every` steps."""
-        del grads, given
+        del grads, step_inputs
         now: Any = state
         paths, structure = jax.tree_util.tree_flatten_with_path(now.opt_state)
         names = ["/".join(str(getattr(k, "key", "")) for k in path) for path, _ in paths]

@@ -147,11 +147,11 @@ class MixedAdapter(Adapter):
                 f" {' or '.join(self.targets.roles)}: layers are numbered from 0"
             )
         for (stack, half), row in halves.items():
-            own = {
+            own_rows = {
                 name: (_stack(declaration, row), hyper)
                 for name, (declaration, hyper) in self.half_parameters(_width(row)).items()
             }
-            rows += _rows(f"{stack}/{half}", own, rules)
+            rows += _rows(f"{stack}/{half}", own_rows, rules)
         return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
 
     def _factors(self, row: ParameterSpec, is_adapted: list[bool]) -> Made:

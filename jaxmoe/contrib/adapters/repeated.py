@@ -132,7 +132,7 @@ class RepeatedBackward(Backward):
 
     def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
         """Return the sums over the micro-batches of all passes; see the base class."""
-        losses_of = partial(row_losses, step, state, whole=whole)
+        losses_of = partial(row_losses, step, state, gathered=whole)
         adapter: Any = step.model.adapter
         repeats = repeat_with_advantage(rows, losses_of, adapter.draws, step.execution.placement)
         sums = self.backward.sums(step, state, repeats, whole)

@@ -21,14 +21,14 @@ def partition_of(source: Source) -> Partition | None:
 class KeptPartition(ConfiguredPart):
     """Writes the centroids of a run's data."""
 
-    def record(self, begun: Begun) -> None:
+    def record(self, start: Begun) -> None:
         """Write the centroids, unless they are there.
 
         Raises:
             ValueError: The directory cannot be written.
         """
         directory = self.directory
-        partition = partition_of(begun.assembly.source)
+        partition = partition_of(start.assembly.source)
         if jax.process_index() != 0 or partition is None or directory.partition_file.exists():
             return
         with directory.usable():

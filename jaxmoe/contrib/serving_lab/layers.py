@@ -49,7 +49,7 @@ class LayersView(InstanceView):
     """State of an instance, whose running sequences may be between two layers."""
 
     progress: Mapping[int, LayerProgress]
-    """Of the running sequences that are."""
+    """Progress of the running sequences that are between two layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class MeasuredRun:
     """Name of the run and kind of device."""
     cost: Roofline
     facts: Facts
-    about: str
+    description: str
     """Lines on what was measured, and which times are used."""
     summary: dict[str, Any]
     """The same for `summary.json`."""
@@ -85,7 +85,7 @@ def measure_run(
         name=f"{pathlib.Path(path).resolve().name} on {platform}",
         cost=cost,
         facts=facts,
-        about=_describe(timings, fit, source, platform, nominal),
+        description=_describe(timings, fit, source, platform, nominal),
         summary={
             "cost": source,
             "platform": platform,

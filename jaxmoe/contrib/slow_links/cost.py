@@ -43,7 +43,7 @@ def cost(method: Method, leaves: Sequence[Leaf], workers: int, worker: int | Non
             _bits(method, leaf_of[path], fragment.shape(leaf_of[path]), workers, worker)
             / 8
             * method.exchange(leaf_of[path]).copies(workers)
-            for path in (*fragment.strided, *fragment.whole)
+            for path in (*fragment.strided, *fragment.whole_paths)
         )
         for fragment in method.fragments(leaves)
     )

@@ -74,7 +74,7 @@ class Fragment:
     """Number of fragments."""
     strided: tuple[str, ...]
     """Paths of stacks of which the fragment has every `count`-th layer."""
-    whole: tuple[str, ...]
+    whole_paths: tuple[str, ...]
     """Paths of parameters that lie whole in the fragment."""
 
     def take(self, arrays: Arrays, leading: int = 0) -> dict[str, Array]:
@@ -89,7 +89,7 @@ class Fragment:
             return jax.lax.index_in_dim(self._cut(x, leading), self.number, leading + 1, False)
 
         parts = {path: layers(arrays[path]) for path in self.strided}
-        return parts | {path: arrays[path] for path in self.whole}
+        return parts | {path: arrays[path] for path in self.whole_paths}
 
     def put(self, arrays: Arrays, parts: Arrays, leading: int = 0) -> dict[str, Array]:
         """Return the parameters with the fragment's part replaced.
@@ -106,11 +106,11 @@ class Fragment:
             return cut.reshape(x.shape)
 
         stacks = {path: layers(arrays[path], parts[path]) for path in self.strided}
-        return dict(arrays) | stacks | {path: parts[path] for path in self.whole}
+        return dict(arrays) | stacks | {path: parts[path] for path in self.whole_paths}
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Return the shape of the fragment's part of a parameter."""
-        if leaf.path in self.whole:
+        if leaf.path in self.whole_paths:
             return leaf.shape
         return (leaf.shape[0] // self.count, *leaf.shape[1:])
 

@@ -124,15 +124,15 @@ def with_other_workers(
     local = _as_saved(restored.pop("parts")[WORKERS])
     with jax.set_mesh(assembly.mesh):
         outer = restored.pop("opt_state")
-        begun = assembly.workers.begin(dataclasses.replace(state, **restored))
-        mine = _as_saved({name: getattr(local_of(begun), name) for name in names})
+        worker_state = assembly.workers.begin(dataclasses.replace(state, **restored))
+        mine = _as_saved({name: getattr(local_of(worker_state), name) for name in names})
         for path, like in saved_arrays.items():
             if local[path].shape[1:] == like.shape[1:]:
                 mine[path] = jax.device_put(local[path][source_workers], like.sharding)
     packed = traverse_util.unflatten_dict(mine, sep=SEPARATOR)["parts"][WORKERS]
-    parts = unpack(packed, {name: getattr(local_of(begun), name) for name in names})
-    begun = with_local(begun, dataclasses.replace(local_of(begun), **parts))
-    return dataclasses.replace(begun, opt_state=outer)
+    parts = unpack(packed, {name: getattr(local_of(worker_state), name) for name in names})
+    worker_state = with_local(worker_state, dataclasses.replace(local_of(worker_state), **parts))
+    return dataclasses.replace(worker_state, opt_state=outer)
 
 
 def _as_saved(fields: dict[str, Any]) -> dict[str, Any]:

@@ -102,11 +102,11 @@ class Site(RunPart):
         _check_site(config, site, config.execution.mesh.resolve(len(setting.devices)))
         return replace(setting, job=(site.member % site.of, site.of))
 
-    def restore(self, begun: Begun) -> None:
+    def restore(self, start: Begun) -> None:
         """Find the other sites, which this one has not joined yet."""
-        assembly = begun.assembly
-        state = begun.state
-        if begun.step >= assembly.plan.config.training.steps:
+        assembly = start.assembly
+        state = start.state
+        if start.step >= assembly.plan.config.training.steps:
             return
         training = assembly.workers.training
         assert isinstance(training, WorkerTraining)  # checked by `fit`
@@ -125,20 +125,20 @@ class Site(RunPart):
             self._rounds = connect(self._config, sizes, check=self._check)
         self._is_connected = True
 
-    def join(self, begun: Begun, compile_step: Callable[[], None]) -> Begun:
+    def join(self, start: Begun, compile_step: Callable[[], None]) -> Begun:
         """Take the site's place among the others, with their state or its own.
 
         All is compiled before, and what can fail has failed: the others do not wait long for an
         site that has joined.
         """
-        with jax.set_mesh(begun.assembly.mesh):
+        with jax.set_mesh(start.assembly.mesh):
             compile_step()
-            self.compile(begun.state)
+            self.compile(start.state)
             self._beat("waiting for the other sites")
-            step, state = self.start(begun.step, begun.state)
-        if state is not begun.state:
-            jax.tree.map(lambda leaf: leaf.delete(), begun.state)  # others hold a reference
-        return replace(begun, step=step, state=state)
+            step, state = self.start(start.step, start.state)
+        if state is not start.state:
+            jax.tree.map(lambda leaf: leaf.delete(), start.state)  # others hold a reference
+        return replace(start, step=step, state=state)
 
     def compile(self, state: TrainState) -> None:
         """Compile the exchanges, with messages of this site in place of all.

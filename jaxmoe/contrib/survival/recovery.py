@@ -157,7 +157,7 @@ def restore_averaged_snapshot(
 def _restore(
     survivors: Survivors, state: TrainState, table: ParameterTable, where: str
 ) -> Averaged:
-    survey_of_step = survivors.found
+    survey_of_step = survivors.survey
     check_target(survey_of_step.manifest, without_optional(survey_of_step.manifest, state), where)
     stacked = {
         f"params{SEPARATOR}{row.path}": row.shape[0]
@@ -187,12 +187,12 @@ def _sources(survivors: Survivors, stacked: Mapping[str, int], where: str) -> So
     lost = {
         layer
         for path in stacked
-        for (first, last), *_ in survivors.found.lost.get(path, ())
+        for (first, last), *_ in survivors.survey.lost.get(path, ())
         for layer in range(first, last)
     }
     (length,) = set(stacked.values())
     norms = np.zeros(length, np.float32)
-    if _NORMS in survivors.found.manifest.arrays:
+    if _NORMS in survivors.survey.manifest.arrays:
         norms = survivors.read(_NORMS, ((0, length),), norms)
     try:
         return sources_of(lost, norms)
@@ -388,10 +388,10 @@ class Replacement(RunPart):
         """Return the newest damaged checkpoint, if what it lost is to be replaced."""
         return ((Place.LOST, _from_damaged),) if self._replaces else ()
 
-    def record(self, begun: Begun) -> None:
+    def record(self, start: Begun) -> None:
         """Record what was replaced, if anything."""
-        if begun.changes and jax.process_index() == 0:
-            event = Event(event=AVERAGED, step=begun.step, changes=begun.changes)
+        if start.changes and jax.process_index() == 0:
+            event = Event(event=AVERAGED, step=start.step, changes=start.changes)
             add_event(self._directory, event)
 
     def rows(self) -> Mapping[str, Any]:
@@ -421,9 +421,9 @@ def begun_with(search: Search, averaged: Averaged) -> Begun:
         averaged: State.
     """
     origin = f"step {averaged.step} from {averaged.where}, of which a part was lost"
-    begun = search.with_data(averaged.step, averaged.state, origin)
-    raised = with_raised_rate(begun.assembly, (averaged.step,))
-    return dataclasses.replace(begun, assembly=raised, changes=averaged.changes)
+    start = search.with_data(averaged.step, averaged.state, origin)
+    raised = with_raised_rate(start.assembly, (averaged.step,))
+    return dataclasses.replace(start, assembly=raised, changes=averaged.changes)
 
 
 def _recovery_steps(config: PretrainConfig) -> int:

@@ -38,7 +38,7 @@ class SurvivingPieces(Survivors):
     """
 
     def __init__(self, survey: Survey, pieces: Mapping[int, tuple[Piece, ...]]):
-        self.found = survey
+        self.survey = survey
         self._files: dict[int, np.ndarray] = {}
         self._pieces: dict[str, dict[Box, tuple[int, Piece]]] = {}
         for process, process_pieces in pieces.items():
@@ -60,7 +60,7 @@ class SurvivingPieces(Survivors):
 
     def _words(self, process: int) -> np.ndarray:
         if process not in self._files:
-            file = self.found.step / f"{process}.npy"
+            file = self.survey.step / f"{process}.npy"
             self._files[process] = np.load(file, mmap_mode="r")
         return self._files[process]
 

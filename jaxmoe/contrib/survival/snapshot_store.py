@@ -280,36 +280,36 @@ class SnapshotStore:
         self,
         step: int,
         target: Any,
-        found: FoundStep,
+        found_step: FoundStep,
         lost: int | None,
         check: Callable[[CheckpointManifest], None] | None,
     ) -> Any:
         """Return the state of a step of another layout, of which at most one part is lost."""
-        holders = {number: at for number, at in enumerate(found.where) if at is not None}
+        holders = {number: at for number, at in enumerate(found_step.where) if at is not None}
         texts = {number: self._share(step, "pieces", at) for number, at in holders.items()}
         pieces = [
-            read_pieces(texts[(number - 1) % found.of], of_next=True)
+            read_pieces(texts[(number - 1) % found_step.of], of_next=True)
             if number == lost
             else read_pieces(texts[number], of_next=False)
-            for number in range(found.of)
+            for number in range(found_step.of)
         ]
         manifest = _manifest(self._share(step, "manifest", next(iter(holders.values()))))
         if check is not None:
             check(manifest)
         check_target(manifest, target, f"the snapshot of step {step} in memory")
-        size = pad_words(max(map(num_words, pieces)), found.of)
-        nothing = np.zeros(size, np.uint32), np.zeros(size // max(found.of - 1, 1), np.uint32)
+        size = pad_words(max(map(num_words, pieces)), found_step.of)
+        nothing = np.zeros(size, np.uint32), np.zeros(size // max(found_step.of - 1, 1), np.uint32)
         read = {
             member: files.load(step) if member in holders.values() else nothing
             for member, files in self._files.items()
         }
         buffers = {member: word for member, (word, _) in read.items()}
         parts = Parts(target)
-        for number in range(found.of):
+        for number in range(found_step.of):
             if number == lost:
-                saved = [found.number_of(process) for process in range(len(self._devices))]
+                saved = [found_step.number_of(process) for process in range(len(self._devices))]
                 parity = {member: block for member, (_, block) in read.items()}
-                part, _ = self._peers.rebuild(number, buffers, parity, saved, found.of)
+                part, _ = self._peers.rebuild(number, buffers, parity, saved, found_step.of)
             else:
                 part = self._peers.share_words(holders[number], buffers)
             parts.fill(pieces[number], part)

@@ -115,9 +115,9 @@ class Snapshots(RunPart):
         older = (Place.LOST, functools.partial(self._older, self._store))
         return (newest, older) if self._averages else (newest,)
 
-    def restore(self, begun: Begun) -> None:
+    def restore(self, start: Begun) -> None:
         """Delete the snapshots, unless the run begins with one."""
-        del begun
+        del start
         if self._store is not None and self._restored is None:
             self._store.keep_only(None)
 

@@ -152,7 +152,7 @@ def _store(place: pathlib.Path, manifest: CheckpointManifest) -> dict[str, dict[
 class Survivors(abc.ABC):
     """What is left of a checkpoint or a snapshot."""
 
-    found: Survey
+    survey: Survey
 
     @abc.abstractmethod
     def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
@@ -174,14 +174,14 @@ class SurvivingFiles(Survivors):
     """
 
     def __init__(self, survey: Survey, place: pathlib.Path):
-        self.found = survey
+        self.survey = survey
         self.place = place
         self._stores: dict[str, Any] = {}
 
     def read(self, path: str, box: Box, instead: np.ndarray) -> np.ndarray:
         """Return a part of an array; see `Survivors`."""
         values = np.array(instead)
-        lost = set(self.found.lost.get(path, ()))
+        lost = set(self.survey.lost.get(path, ()))
         for chunk in self._chunks(path, box):
             if chunk not in lost and (shared_box := overlap(box, chunk)) is not None:
                 values[inside(shared_box, box)] = self._read(path, shared_box)
@@ -189,11 +189,11 @@ class SurvivingFiles(Survivors):
 
     def unreadable(self, path: str) -> list[Box]:
         """Return the boxes of an array that cannot be read; reads all of it."""
-        full_box = tuple((0, size) for size in self.found.manifest.arrays[path]["shape"])
+        full_box = tuple((0, size) for size in self.survey.manifest.arrays[path]["shape"])
         boxes = []
         for chunk in self._chunks(path, full_box):
             try:
-                if path in self.found.stored:
+                if path in self.survey.stored:
                     self._read(path, chunk)
                     continue
             except _ERRORS:
@@ -203,8 +203,8 @@ class SurvivingFiles(Survivors):
 
     def _chunks(self, path: str, box: Box) -> Iterator[Box]:
         """Yield the boxes of the chunks that overlap a box."""
-        shape = self.found.manifest.arrays[path]["shape"]
-        sizes = self.found.stored.get(path, {"chunks": [max(size, 1) for size in shape]})["chunks"]
+        shape = self.survey.manifest.arrays[path]["shape"]
+        sizes = self.survey.stored.get(path, {"chunks": [max(size, 1) for size in shape]})["chunks"]
         ranges = (
             [
                 (at * size, min((at + 1) * size, length))
@@ -221,7 +221,7 @@ class SurvivingFiles(Survivors):
             spec = {
                 "driver": "zarr",
                 "kvstore": {"driver": "ocdbt", "base": base, "path": _key(path)},
-                "metadata": self.found.stored[path],
+                "metadata": self.survey.stored[path],
             }
             opened = tensorstore.open(spec, open=True, assume_metadata=True, read=True)
             self._stores[path] = opened.result()

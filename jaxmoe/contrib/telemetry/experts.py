@@ -32,12 +32,12 @@ def observed_axes(
         axes: Logical axes [B s] of the results of the layer.
     """
     traits = moe.router.traits
-    found: dict[str, tuple[str | None, ...]] = {"router_max_logit": axes}
+    axes_by_name: dict[str, tuple[str | None, ...]] = {"router_max_logit": axes}
     if moe.top_k > 1 and not traits.mixes_tokens:
-        found |= {"cosine": axes, "has_pair": axes}
+        axes_by_name |= {"cosine": axes, "has_pair": axes}
     if not traits.mixes_tokens:
-        found["logits"] = (*axes, None)
-    return found
+        axes_by_name["logits"] = (*axes, None)
+    return axes_by_name
 
 
 def observe_experts(
@@ -83,8 +83,8 @@ def observe_experts(
         if not expert_tensor:
             return unit_rows(rows)
         # Lengths are those of the sums; the dispatcher adds what the devices return.
-        whole = unit_rows(jax.lax.psum(rows.astype(jnp.float32), expert_tensor))
-        return jnp.where(jax.lax.axis_index(expert_tensor) == 0, whole, 0.0)
+        unit_directions = unit_rows(jax.lax.psum(rows.astype(jnp.float32), expert_tensor))
+        return jnp.where(jax.lax.axis_index(expert_tensor) == 0, unit_directions, 0.0)
 
     alike = dataclasses.replace(assignments, gates=is_kept)
     unit_sum = dispatch(tokens, alike, directions, weights)[0].astype(jnp.float32)
@@ -116,26 +116,26 @@ def observe_activations(
     (rows, length), num_experts = x.shape[:2], gate_up.shape[0]
     cut_units = placement.mesh_axes(ax.EXPERT_MLP)
     cut = (ax.ACT_BATCH, ax.ACT_SEQ)
-    whole = (None, None)
-    own = jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
-    index = routing.context.get("index", own)
+    replicated = (None, None)
+    row_numbers = jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
+    index = routing.context.get("index", row_numbers)
     is_first = placement.place(index < length, cut) & placement.place(routing.token_mask, cut)
 
     def first_row(values: Array) -> Float[Array, "S n"]:
         values = placement.place(values, (*cut, None)).astype(jnp.float32)
-        return placement.place(jnp.sum(values, axis=0, where=is_first[:, :, None]), whole)
+        return placement.place(jnp.sum(values, axis=0, where=is_first[:, :, None]), replicated)
 
     def norms(x: Array, gate: Array, *, batch_axes: tuple[str, ...]) -> Array:
         del batch_axes
         squares = squared_norms(x, gate)
         return jnp.sqrt(jax.lax.psum(squares, cut_units) if cut_units else squares)
 
-    given = (whole, (ax.EXPERTS, None, ax.EXPERT_MLP))
-    region = placement.region(norms, in_axes=given, out_axes=(None, ax.EXPERTS))
+    specs = (replicated, (ax.EXPERTS, None, ax.EXPERT_MLP))
+    region = placement.region(norms, in_axes=specs, out_axes=(None, ax.EXPERTS))
     computed = region(first_row(x).astype(x.dtype), gate_up[:, :, 0].astype(x.dtype))
     is_real = placement.place(jnp.any(is_first, axis=0), (None,))
     scores = first_row(logits)[:, :num_experts]
-    mean = correlation(scores, placement.place(computed, whole), is_real).mean()
+    mean = correlation(scores, placement.place(computed, replicated), is_real).mean()
     has_tokens = jnp.any(is_real).astype(jnp.float32)
     return Observations(
         sums={"activation_correlation": has_tokens * mean},

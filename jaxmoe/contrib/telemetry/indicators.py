@@ -128,15 +128,15 @@ def observe_routing(
         token_mask: False for padding.
     """
     top = {"router_max_logit": observed["router_max_logit"]}
-    found = token_means({}, token_mask, peaks=top)
+    means = token_means({}, token_mask, peaks=top)
     z_sum, number = jax.lax.stop_gradient((statistics.z_sum, statistics.num_tokens))
-    found.sums["router_z"], found.counts["router_z"] = z_sum, number
+    means.sums["router_z"], means.counts["router_z"] = z_sum, number
     if "cosine" in observed:
         pairs = {name: observed[name] for name in ("cosine", "has_pair")}
         sums = token_means(pairs, token_mask).sums
-        found.sums["expert_correlation"] = sums["cosine"]
-        found.counts["expert_correlation"] = sums["has_pair"]
-    return found
+        means.sums["expert_correlation"] = sums["cosine"]
+        means.counts["expert_correlation"] = sums["has_pair"]
+    return means
 
 
 def unit_rows(rows: Float[Array, "R D"]) -> Float[Array, "R D"]:

@@ -93,6 +93,6 @@ def judge_indicators(directory: RunDirectory) -> dict[str, str]:
     _, series = read_history(directory.path / INDICATORS)
     means = {name: over_layers(name, values) for name, values in series.items()}
     return {
-        name: f"{_VERDICTS[verdict.holds]}: {verdict.words}"
+        name: f"{_VERDICTS[verdict.holds]}: {verdict.explanation}"
         for name, verdict in judge_run(means).items()
     }

@@ -46,7 +46,7 @@ class StabilityVerdict:
     """Whether a claim holds (None if it cannot be judged), and the numbers as text."""
 
     holds: bool | None
-    words: str
+    explanation: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ def is_bounded(values: Sequence[float] | np.ndarray) -> StabilityVerdict:
         f" below {MOST_PEAK:g}); last half {course.rise:+.1%} +- {course.error:.1%}"
         f" ({'rises' if rises else 'does not rise'})"
     )
-    return StabilityVerdict(holds=not has_peak and not rises, words=sentence)
+    return StabilityVerdict(holds=not has_peak and not rises, explanation=sentence)
 
 
 def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> StabilityVerdict:
@@ -133,7 +133,7 @@ def is_non_increasing(series: Mapping[str, Sequence[float] | np.ndarray]) -> Sta
     ]
     sentence = "plateaus " + ", ".join(f"{name}: {value:.4g}" for name, value in plateaus.items())
     sentence += f"; grows from {', '.join(grown)}" if grown else "; does not grow"
-    return StabilityVerdict(holds=not grown, words=sentence)
+    return StabilityVerdict(holds=not grown, explanation=sentence)
 
 
 def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, StabilityVerdict]:
@@ -149,5 +149,5 @@ def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, StabilityVerdict]:
         try:
             verdicts[name] = is_bounded(series[name])
         except ValueError as error:
-            verdicts[name] = StabilityVerdict(holds=None, words=str(error))
+            verdicts[name] = StabilityVerdict(holds=None, explanation=str(error))
     return verdicts

@@ -65,8 +65,8 @@ def _borrow_forward(weights, plan, axes):
 
 def _borrow_backward(axes, plan, gradients):
     slots = plan.borrowed.shape[1]
-    own = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] - slots], gradients)
-    return _hand_over(gradients, own, plan, axes, is_return=True), None
+    own_gradients = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] - slots], gradients)
+    return _hand_over(gradients, own_gradients, plan, axes, is_return=True), None
 
 
 _borrow.defvjp(_borrow_forward, _borrow_backward)
@@ -75,22 +75,22 @@ _borrow.defvjp(_borrow_forward, _borrow_backward)
 def _hand_over(source: Any, target: Any, plan: LoanPlan, axes: tuple[str, ...], *, is_return: bool):
     """Return the target plus, expert by expert, the sum of the entries in the source."""
     num_devices, slots = plan.borrowed.shape
-    held = plan.rows.shape[0] // num_devices
+    num_held = plan.rows.shape[0] // num_devices
     device = jax.lax.axis_index(axes).astype(jnp.int32)
     guests = jax.lax.dynamic_index_in_dim(plan.borrowed, device, keepdims=False)
 
     def hand_over(turn: Int[Array, ""], target: Any) -> Any:
         expert = plan.lent[turn]
-        owner = (expert // held == device, expert % held)
+        owner = (expert // num_held == device, expert % num_held)
         is_guest = guests == expert
         slot = jnp.where(is_guest, jnp.arange(slots, dtype=jnp.int32), 0).sum()
-        guest = (is_guest.any(), held + slot)
+        guest = (is_guest.any(), num_held + slot)
         giver, taker = (guest, owner) if is_return else (owner, guest)
 
         def one(source: Array, target: Array) -> Array:
-            given = jax.lax.psum(_entry(source, *giver), axes)
-            taken = jnp.where(taker[0], given, jnp.zeros_like(given))
-            return target.at[taker[1]].add(taken)
+            sent_entry = jax.lax.psum(_entry(source, *giver), axes)
+            received_entry = jnp.where(taker[0], sent_entry, jnp.zeros_like(sent_entry))
+            return target.at[taker[1]].add(received_entry)
 
         return jax.tree.map(one, source, target)
 

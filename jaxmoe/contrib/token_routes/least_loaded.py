@@ -87,20 +87,20 @@ class LeastLoadedConfig(Dispatcher):
         num_experts = outgoing.num_experts
         axes = outgoing.axes
         expert_ids = outgoing.expert_ids
-        held = axes.experts_held(num_experts)
+        num_held = axes.experts_held(num_experts)
         devices = jax.lax.axis_size(axes.expert)
         order = sort_by_expert(expert_ids, num_experts)
         counts = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
         plan = make_plan(
             counts.sum(0),
             num_devices=devices,
-            slots=min(self.borrowed, num_experts - held),
+            slots=min(self.borrowed, num_experts - num_held),
             capacity_factor=self.capacity_factor,
             min_rows=self.min_rows,
             threshold=self.threshold,
             threshold_per=self.threshold_per,
         )
-        groups = held + plan.borrowed.shape[1]
+        groups = num_held + plan.borrowed.shape[1]
         starts = _first_rows(counts, axes) + order.group_sizes - jnp.cumsum(order.group_sizes)
         ranks = order.inverse + starts.at[expert_ids].get(mode="clip")
         sent = exchange(
@@ -139,14 +139,14 @@ def group_of_each_row(
         Values in [0, P (e + slots)], the largest where the slot is empty.
     """
     (num_experts, devices), slots = plan.rows.shape, plan.borrowed.shape[1]
-    held = num_experts // devices
+    num_held = num_experts // devices
     ends = jnp.cumsum(plan.rows, 1).at[expert_ids].get(mode="clip")  # [A P]
     device = (ends <= ranks[:, None]).sum(1, dtype=jnp.int32)
     experts = jnp.arange(num_experts, dtype=jnp.int32)[:, None, None]
-    behind = held + jnp.arange(slots, dtype=jnp.int32)[None, None, :]
+    behind = num_held + jnp.arange(slots, dtype=jnp.int32)[None, None, :]
     guests = jnp.where(plan.borrowed[None] == experts, behind, 0).sum(2)  # [E P]
-    is_home = experts[..., 0] // held == jnp.arange(devices, dtype=jnp.int32)[None, :]
-    places = jnp.where(is_home, experts[..., 0] % held, guests)
+    is_home = experts[..., 0] // num_held == jnp.arange(devices, dtype=jnp.int32)[None, :]
+    places = jnp.where(is_home, experts[..., 0] % num_held, guests)
     place = places.at[expert_ids, device].get(mode="clip")
-    group = device * (held + slots) + place
-    return jnp.where(expert_ids < num_experts, group, devices * (held + slots))
+    group = device * (num_held + slots) + place
+    return jnp.where(expert_ids < num_experts, group, devices * (num_held + slots))

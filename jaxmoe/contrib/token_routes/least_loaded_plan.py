@@ -75,7 +75,7 @@ class _State(NamedTuple):
     """Turn of the next expert to visit."""
     load: Int[Array, " P"]
     """Rows that each device would compute."""
-    used: Int[Array, " P"]
+    used_slots: Int[Array, " P"]
     """Slots in use."""
     plan: LoanPlan
 
@@ -102,8 +102,8 @@ def make_plan(
         threshold_per: Load that the threshold is for.
     """
     num_experts = loads.shape[0]
-    held = loads.shape[0] // num_devices
-    owner = jnp.arange(num_experts, dtype=jnp.int32) // jnp.int32(held)
+    num_held = loads.shape[0] // num_devices
+    owner = jnp.arange(num_experts, dtype=jnp.int32) // jnp.int32(num_held)
     is_owner = owner[:, None] == jnp.arange(num_devices, dtype=jnp.int32)[None, :]
     rows = jnp.where(is_owner, loads.astype(jnp.int32)[:, None], 0)
     cap = _cap(rows.sum(), num_devices, capacity_factor)
@@ -116,17 +116,17 @@ def make_plan(
     def spill(state: _State) -> _State:
         expert = jnp.argmin(jnp.where(are_waiting(state), turns, num_experts)).astype(jnp.int32)
         surplus = jnp.minimum(loads[expert], state.load[owner[expert]] - cap)
-        is_open = ~is_owner[expert] & (state.used < slots)
+        is_open = ~is_owner[expert] & (state.used_slots < slots)
         free = jnp.where(is_open, cap - state.load, jnp.iinfo(jnp.int32).min)
-        taken = _place(surplus, free, min_rows)
-        return _with(state, expert, taken, is_owner[expert], turns[expert])
+        chunk_rows = _place(surplus, free, min_rows)
+        return _with(state, expert, chunk_rows, is_owner[expert], turns[expert])
 
     borrowed = jnp.full((num_devices, slots), num_experts, jnp.int32)
     lent = jnp.full((num_experts,), num_experts, jnp.int32)
     start = _State(
         turn=jnp.where(_is_uneven(rows, threshold, threshold_per), 0, num_experts),
         load=rows.sum(0),
-        used=jnp.zeros((num_devices,), jnp.int32),
+        used_slots=jnp.zeros((num_devices,), jnp.int32),
         plan=LoanPlan(rows, borrowed, lent, jnp.int32(0)),
     )
     start = match_varying(jax.tree.map(lambda part: part.astype(jnp.int32), start), rows)
@@ -137,31 +137,31 @@ def _place(surplus: Int[Array, ""], free: Int[Array, " P"], min_rows: int) -> In
     """Return how many rows each device takes; none where `free` is not positive."""
     order = jnp.argsort(-jnp.maximum(free, 0), stable=True)
     space = jnp.maximum(free, 0)[order]
-    rest = jnp.maximum(surplus - (jnp.cumsum(space) - space), 0)
-    is_worth_it = (space > 0) & ((space >= rest) | (space >= min_rows))
-    chunks = jnp.where(jnp.cumprod(is_worth_it) > 0, jnp.minimum(space, rest), 0)
-    taken = jnp.zeros_like(free).at[order].set(chunks)
-    rest = surplus - taken.sum()
-    least_loaded = jnp.argmax(free - taken)
-    left = (free - taken)[least_loaded]
-    is_bounded = (left >= 0) & (rest - left <= (free.shape[0] - 2) * (min_rows - 1))
-    return taken.at[least_loaded].add(jnp.where(is_bounded, rest, 0))
+    remaining = jnp.maximum(surplus - (jnp.cumsum(space) - space), 0)
+    is_worth_it = (space > 0) & ((space >= remaining) | (space >= min_rows))
+    chunks = jnp.where(jnp.cumprod(is_worth_it) > 0, jnp.minimum(space, remaining), 0)
+    chunk_rows = jnp.zeros_like(free).at[order].set(chunks)
+    remaining = surplus - chunk_rows.sum()
+    least_loaded = jnp.argmax(free - chunk_rows)
+    room = (free - chunk_rows)[least_loaded]
+    is_bounded = (room >= 0) & (remaining - room <= (free.shape[0] - 2) * (min_rows - 1))
+    return chunk_rows.at[least_loaded].add(jnp.where(is_bounded, remaining, 0))
 
 
 def _with(
     state: _State,
     expert: Int[Array, ""],
-    taken: Int[Array, " P"],
+    chunk_rows: Int[Array, " P"],
     is_owner: Bool[Array, " P"],
     turn: Int[Array, ""],
 ) -> _State:
     """Return the state after these devices have taken rows of an expert from its owner."""
     plan = state.plan
     slots = state.plan.borrowed.shape[1]
-    moved = taken - jnp.where(is_owner, taken.sum(), 0)
-    is_borrower = taken > 0
-    devices = jnp.arange(taken.shape[0], dtype=jnp.int32)
-    slot = jnp.where(is_borrower, state.used, slots)
+    moved = chunk_rows - jnp.where(is_owner, chunk_rows.sum(), 0)
+    is_borrower = chunk_rows > 0
+    devices = jnp.arange(chunk_rows.shape[0], dtype=jnp.int32)
+    slot = jnp.where(is_borrower, state.used_slots, slots)
     is_lent = is_borrower.any()
     place = jnp.where(is_lent, plan.num_lent, plan.lent.shape[0])
     plan = LoanPlan(
@@ -170,17 +170,17 @@ def _with(
         lent=plan.lent.at[place].set(expert, mode="drop"),
         num_lent=plan.num_lent + is_lent.astype(jnp.int32),
     )
-    used = state.used + is_borrower.astype(jnp.int32)
-    return _State(turn + 1, state.load + moved, used, plan)
+    used_slots = state.used_slots + is_borrower.astype(jnp.int32)
+    return _State(turn + 1, state.load + moved, used_slots, plan)
 
 
 def _cap(total: Int[Array, ""], num_devices: int, capacity_factor: float) -> Int[Array, ""]:
     """Return ceil(capacity_factor * total / num_devices), in integers: f32 cannot count rows."""
     factor = Fraction(capacity_factor).limit_denominator(1000)
     parts = num_devices * factor.denominator
-    whole = total // parts
-    rest = total % parts
-    return whole * factor.numerator - (-rest * factor.numerator) // parts
+    quotient = total // parts
+    remainder = total % parts
+    return quotient * factor.numerator - (-remainder * factor.numerator) // parts
 
 
 def _is_uneven(

@@ -104,14 +104,16 @@ def shuffle(
     first = jnp.searchsorted(by_device, by_device, side="left").astype(jnp.int32)
     rank = tokens - first
     is_in = rank < places
-    wanted = by_device.astype(jnp.int32) * places + rank
+    target_places = by_device.astype(jnp.int32) * places + rank
     # Every place is filled once: by a token predicted for it, or by the next leftover token.
     is_taken = (
-        jnp.zeros(num_tokens, bool).at[jnp.where(is_in, wanted, num_tokens)].set(True, mode="drop")
+        jnp.zeros(num_tokens, bool)
+        .at[jnp.where(is_in, target_places, num_tokens)]
+        .set(True, mode="drop")
     )
     free = jnp.argsort(is_taken, stable=True).astype(jnp.int32)
     left_over = jnp.cumsum(~is_in, dtype=jnp.int32) - 1
-    place = jnp.where(is_in, wanted, free[jnp.where(is_in, 0, left_over)])
+    place = jnp.where(is_in, target_places, free[jnp.where(is_in, 0, left_over)])
     inverse = jnp.zeros(num_tokens, jnp.int32).at[queue].set(place)
     return jnp.argsort(inverse).astype(jnp.int32), inverse
 
@@ -234,8 +236,8 @@ def count_local(
     holder = expert_ids // axes.experts_held(num_experts)  # of the expert; P for an empty slot
     moved = tokens.inverse // (tokens.inverse.shape[0] // devices)
     still = jax.lax.axis_index(axes.expert)
-    found = [expert_ids < num_experts, holder == moved[:, None], holder == still]
-    return jnp.stack([is_one.sum(dtype=jnp.float32) for is_one in found])
+    masks = [expert_ids < num_experts, holder == moved[:, None], holder == still]
+    return jnp.stack([is_one.sum(dtype=jnp.float32) for is_one in masks])
 
 
 def homes(expert_ids: Int[Array, "T K"], num_experts: int, axes: ExpertAxes) -> Int[Array, " T"]:
@@ -248,6 +250,6 @@ def homes(expert_ids: Int[Array, "T K"], num_experts: int, axes: ExpertAxes) -> 
     """
     devices = jnp.arange(jax.lax.axis_size(axes.expert), dtype=expert_ids.dtype)
     holder = expert_ids // axes.experts_held(num_experts)
-    held = (holder[:, :, None] == devices[None, None, :]).sum(1)  # T, P
-    best = jnp.argmax(held, axis=1).astype(jnp.int32)
-    return jnp.where(held.max(1) > 0, best, -1)
+    num_held = (holder[:, :, None] == devices[None, None, :]).sum(1)  # T, P
+    best = jnp.argmax(num_held, axis=1).astype(jnp.int32)
+    return jnp.where(num_held.max(1) > 0, best, -1)

@@ -57,12 +57,12 @@ class StoredTables:
             "vocab_size": vocab_size,
         }
 
-    def check(self, path: str, wanted: dict[str, int]) -> None:
+    def check(self, path: str, expected_sizes: dict[str, int]) -> None:
         """Check that the tables have been made for this model and mesh.
 
         Args:
             path: Path of the file, for the message.
-            wanted: Sizes by the names of `sizes`.
+            expected_sizes: Sizes by the names of `sizes`.
 
         Raises:
             ValueError: A size is another.
@@ -73,11 +73,12 @@ class StoredTables:
             "num_experts": "experts (model.moe.num_experts)",
             "vocab_size": "token ids (model.vocab_size)",
         }
-        for name, found in self.sizes.items():
-            if found != wanted[name]:
+        for name, size in self.sizes.items():
+            if size != expected_sizes[name]:
                 raise ValueError(
-                    f"execution.dispatcher.token_tables={path!r} is for {found} {subjects[name]},"
-                    f" and this run has {wanted[name]}: write the tables of this model and mesh"
+                    f"execution.dispatcher.token_tables={path!r} is for {size} {subjects[name]},"
+                    f" and this run has {expected_sizes[name]}: write the tables of this model"
+                    f" and mesh"
                     " with python -m experiments.place --tables FILE, or leave them out"
                 )
 

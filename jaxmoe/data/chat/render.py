@@ -106,9 +106,9 @@ def mask_conversation(
             for count, is_prompt in ((number, True), (number + 1, False))
         )
         stops = stop_sequences(template, tokenizer)
-        found = next(filter(None, (_last_end(tokens[:end], start, one) for one in stops)), None)
-        weights[start : found or end] = 1
-        endless += found is None
+        end_at = next(filter(None, (_last_end(tokens[:end], start, one) for one in stops)), None)
+        weights[start : end_at or end] = 1
+        endless += end_at is None
     return Masked(tokens, weights, endless)
 
 

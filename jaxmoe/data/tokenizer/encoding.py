@@ -172,11 +172,11 @@ def _held(window: Any, size: int, start: Any, *, is_last: bool) -> int | None:
     """
     ids = window.ids
     offsets = window.offsets
-    words = window.word_ids
+    word_ids = window.word_ids
     if is_last:
         return len(ids)
     count = len(ids) - len(start.ids)
     if not 0 < count < len(ids) or ids[count:] != start.ids:
         return None
     is_border = offsets[count - 1][1] <= size <= offsets[count][0]
-    return count if is_border and words[count - 1] != words[count] else None
+    return count if is_border and word_ids[count - 1] != word_ids[count] else None

@@ -163,14 +163,14 @@ class SubwordTokenizer:
         self._kind: Kind = kind_of(data)
         self._decoders = frozenset(_types(data.get("decoder")))
         candidates = _KNOWN_SEPARATORS if separator is None else (separator,)
-        found = next((token for token in candidates if token in vocabulary), None)
-        if found is None:
+        end_token = next((token for token in candidates if token in vocabulary), None)
+        if end_token is None:
             raise DataError(
                 f"{path} has no token {' or '.join(candidates)} to separate documents: name "
                 "one of its tokens with --data.tokenizer.separator"
             )
-        self.separator_token = found
-        self.separator: int | None = vocabulary[found]
+        self.separator_token = end_token
+        self.separator: int | None = vocabulary[end_token]
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the ids of each text, without special tokens."""

@@ -137,10 +137,10 @@ class LinkTable:
         """
         rates = []
         for reach in REACHES:
-            kind = [one for one in self.links if one.axis == axis and one.reach == reach]
+            kind = [link for link in self.links if link.axis == axis and link.reach == reach]
             if kind:
-                small = statistics.median(one.small_seconds for one in kind)
-                large = statistics.median(one.large_seconds for one in kind)
+                small = statistics.median(link.small_seconds for link in kind)
+                large = statistics.median(link.large_seconds for link in kind)
                 rates.append(self._rate(small, large))
         return slowest(rates) if rates else None
 
@@ -178,13 +178,13 @@ class LinkTable:
             raise ValueError(f"links={path} is not a table of links: it has no list 'links'")
         derived = {field.name for field in dataclasses.fields(LinkRate)}
         links = [
-            {name: value for name, value in one.items() if name not in derived}
-            if isinstance(one, dict)
-            else one
-            for one in data["links"]
+            {name: value for name, value in link.items() if name not in derived}
+            if isinstance(link, dict)
+            else link
+            for link in data["links"]
         ]
-        own = {name: value for name, value in data.items() if name != "axes"}
-        return from_json(cls, own | {"links": links})
+        fields = {name: value for name, value in data.items() if name != "axes"}
+        return from_json(cls, fields | {"links": links})
 
     def _rate(self, small: float, large: float) -> LinkRate:
         more_bytes = self.large_bytes - self.small_bytes

@@ -128,7 +128,9 @@ def search(
     kept_arrangements: list[Arrangement] = []
     for mesh in meshes:
         all_arrangements = list(arrangements(plan, mesh, space or Space(), fold))
-        dividing = [one for one in all_arrangements if isinstance(one, Arrangement)]
+        dividing = [
+            arrangement for arrangement in all_arrangements if isinstance(arrangement, Arrangement)
+        ]
         if not dividing and all_arrangements:
             refused[mesh_in_words(mesh)] = str(all_arrangements[0])
         kept_arrangements += dividing

@@ -56,8 +56,8 @@ def cheapest(
     frontier: list[tuple[float, float, tuple[MemoryChoice, ...]]] = [(0.0, 0.0, ())]
     for choices in groups:
         sums = [
-            (seconds + choice.seconds, freed + choice.freed, (*taken, choice))
-            for seconds, freed, taken in frontier
+            (seconds + choice.seconds, freed + choice.freed, (*names, choice))
+            for seconds, freed, names in frontier
             for choice in choices
         ]
         frontier = []

@@ -132,7 +132,7 @@ class BipConfig(SelectionBias):
         mask = split_scopes(inputs.token_mask, inputs.extent, self.scope)
         start = state["bias"] if self.start == "state" else jnp.zeros_like(state["bias"])
         further_axes = tuple(a for a in scope_axes(inputs.extent, "batch") if a not in axes)
-        prices = self.solve(grouped, mask, -start, top_k=top_k, axes=axes, others=further_axes)
+        prices = self.solve(grouped, mask, -start, top_k=top_k, axes=axes, other_axes=further_axes)
         num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
         # Every device of a scope has the same prices; they enter the sum over devices once.
         share = (num_tokens > 0).astype(jnp.float32) * is_first(axes)
@@ -167,7 +167,7 @@ class BipConfig(SelectionBias):
         *,
         top_k: int,
         axes: tuple[str, ...] = (),
-        others: tuple[str, ...] = (),
+        other_axes: tuple[str, ...] = (),
     ) -> Float[Array, "G E"]:
         """Compute q of each scope; a scope's rounds depend on its own tokens only.
 
@@ -177,7 +177,7 @@ class BipConfig(SelectionBias):
             prices: Prices q before the first round.
             top_k: K.
             axes: Mesh axes over which the rows of a scope are spread.
-            others: Mesh axes over which scopes are spread, whose devices loop together.
+            other_axes: Mesh axes over which scopes are spread, whose devices loop together.
         """
         num_tokens = total(mask.sum(1, dtype=jnp.int32), axes)
         capacity = capacity_of(num_tokens, top_k=top_k, num_experts=scores.shape[2])
@@ -209,14 +209,14 @@ class BipConfig(SelectionBias):
             # Scopes that are even keep their price.
             q = jnp.where(was_over[:, None], new_q, q)
             price = jnp.where(was_over[:, None], new_price, price)
-            return number + 1, total(over.sum(dtype=jnp.int32), others), q, price, over
+            return number + 1, total(over.sum(dtype=jnp.int32), other_axes), q, price, over
 
         q, price = once(jnp.broadcast_to(prices[None, :], (scores.shape[0], prices.shape[0])))
         q, price = jax.lax.fori_loop(1, self.iterations, lambda _, pair: once(pair[0]), (q, price))
         over = is_over(price)
         start = (
             jnp.int32(self.iterations),
-            total(over.sum(dtype=jnp.int32), others),
+            total(over.sum(dtype=jnp.int32), other_axes),
             q,
             price,
             over,

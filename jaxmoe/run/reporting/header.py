@@ -25,7 +25,7 @@ from jaxmoe.tracking.console import format_count, format_flops
 def print_header(
     name: str,
     directory: RunDirectory,
-    begun: Begun,
+    start: Begun,
     parts: Sequence[RunPart],
 ) -> None:
     """Log devices, model, data and plan of a run, before the first step.
@@ -33,11 +33,11 @@ def print_header(
     Args:
         name: Name of the run.
         directory: Run directory.
-        begun: State with which it begins.
+        start: State with which it begins.
         parts: Parts of the run.
     """
-    assembly = begun.assembly
-    first_step = begun.step
+    assembly = start.assembly
+    first_step = start.step
     plan = assembly.plan
     training = assembly.plan.config.training
     model = plan.model
@@ -90,8 +90,8 @@ def print_header(
         notes.append(cost)
     for text in notes:
         say(f"note     {text}")
-    if begun.origin is not None:
-        say(f"restored {begun.origin}")
+    if start.origin is not None:
+        say(f"restored {start.origin}")
 
 
 def experts_in_words(model: ModelConfig) -> str:

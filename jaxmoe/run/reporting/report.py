@@ -45,7 +45,7 @@ def write_run_report(
     stages = (summary.get("mesh") or {}).get(ax.STAGE, 1)
     metrics = read_metrics(directory.metrics_file)
     rewards = directory.plots_directory / "rewards.png"
-    further = [
+    sections = [
         pkgutil.resolve_name(section)(directory, metrics)
         for name, (_, section) in FILES.items()
         if (directory.path / name).exists()
@@ -56,7 +56,7 @@ def write_run_report(
         summary=summary,
         metrics=metrics,
         load=read_router_load(directory.router_file) if has_loads else None,
-        further=further,
+        more_sections=sections,
         plots=[rewards] if rewards.exists() else [],
         samples=samples,
         config=config,

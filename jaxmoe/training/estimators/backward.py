@@ -42,14 +42,14 @@ class Backward(abc.ABC):
         del step
 
     @abc.abstractmethod
-    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+    def sums(self, step: Step, state: TrainState, rows: Rows, gathered: Any) -> GradientSums:
         """Return the sums over the micro-batches of one step.
 
         Args:
             step: What is trained, and how.
             state: Parameters, router state, randomness.
             rows: Rows that the objective prepared, and their division into micro-batches.
-            whole: Gathered parameters, with a layout that gathers them once a step; None otherwise.
+            gathered: Gathered parameters, with a layout that gathers them once a step; or None.
         """
 
 

@@ -48,5 +48,5 @@ class AdapterRule(StepPart):
         if not self.adapter.has_after_step:
             return after
         table = step.table or parameter_table(step.model)
-        given = StepGiven(before, table, step.execution.placement)
-        return self.adapter.after_step(after, grads, given)
+        step_inputs = StepGiven(before, table, step.execution.placement)
+        return self.adapter.after_step(after, grads, step_inputs)

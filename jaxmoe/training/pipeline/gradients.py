@@ -77,12 +77,12 @@ class PipelineBackward(Backward):
         """Refuse what a pipeline cannot train; see `check_pipeline`."""
         check_pipeline(step.model, step.execution, step.accumulation)
 
-    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+    def sums(self, step: Step, state: TrainState, rows: Rows, gathered: Any) -> GradientSums:
         """Return the sums over the micro-batches of one step; see the base class."""
-        return _with_adapter_losses(step, _pipeline_sums(step, state, rows, whole), state.params)
+        return _with_adapter_losses(step, _pipeline_sums(step, state, rows, gathered), state.params)
 
 
-def _pipeline_sums(step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+def _pipeline_sums(step: Step, state: TrainState, rows: Rows, gathered: Any) -> GradientSums:
     """Return the sums without losses that no stage computes."""
     model = step.model
     execution = step.execution
@@ -91,7 +91,7 @@ def _pipeline_sums(step: Step, state: TrainState, rows: Rows, whole: Any) -> Gra
     run = partial(
         _execute,
         state.params,
-        whole,
+        gathered,
         _micro_batches(rows.batch, rows.accumulation, model, execution),
         state.router_state,
         rows.total_weight,
@@ -225,7 +225,7 @@ def _micro_batches(
 
 def _execute(
     params: Any,
-    whole: Any,
+    gathered: Any,
     rows: MicroBatches,
     router_state: Any,
     total_weight: Array,
@@ -253,7 +253,7 @@ def _execute(
 
     def run(
         params: Any,
-        whole: Any,
+        gathered: Any,
         rows: MicroBatches,
         router_state: Any,
         total_weight: Array,
@@ -265,7 +265,7 @@ def _execute(
             execution=execution,
             objective=objective,
             params=params,
-            gathered=whole,
+            gathered=gathered,
             rows=rows,
             layers=Layers(
                 scan=scan,
@@ -274,7 +274,7 @@ def _execute(
                 router_state=router_state,
                 key=None if key_data is None else jax.random.wrap_key_data(key_data),
                 share=1.0 / micro_batches,
-                whole=statistics,
+                gathered=statistics,
                 train=train,
             ),
             scale=1.0 / total_weight,
@@ -289,7 +289,7 @@ def _execute(
     specs = _out_specs(chunked, model, execution, has_backward)
     return region(run, axis=ax.STAGE, out_specs=specs)(
         chunked,
-        None if whole is None else _gathered_in_chunks(whole, chunked, model),
+        None if gathered is None else _gathered_in_chunks(gathered, chunked, model),
         rows,
         router_state,
         total_weight,
@@ -335,13 +335,13 @@ def _in_chunks(params: Any, model: ModelConfig, execution: ExecutionConfig) -> A
     return params | {name: jax.tree.map(cut, params[name])}
 
 
-def _gathered_in_chunks(whole: Any, chunked: Any, model: ModelConfig) -> Any:
+def _gathered_in_chunks(gathered: Any, chunked: Any, model: ModelConfig) -> Any:
     """Return the gathered parameters, those of the staged scan in chunks.
 
     These are gathered after they are cut: chunks move to their stages as shards.
 
     Args:
-        whole: Gathered parameters; of the staged scan only dtype and layout are read.
+        gathered: Gathered parameters; of the staged scan only dtype and layout are read.
         chunked: Sharded parameters, those of the staged scan in chunks.
         model: Model with the scan.
     """
@@ -351,7 +351,7 @@ def _gathered_in_chunks(whole: Any, chunked: Any, model: ModelConfig) -> Any:
         spec = PartitionSpec(None, *jax.typeof(copy).sharding.spec)
         return reshape_to(shards.astype(copy.dtype), shards.shape, spec)
 
-    return whole | {name: jax.tree.map(gather, whole[name], chunked[name])}
+    return gathered | {name: jax.tree.map(gather, gathered[name], chunked[name])}
 
 
 def _gradients(sums: PipelineSums, model: ModelConfig) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def finish(state: RunningSoftmax) -> tuple[Float32[Array, "r Hv"], Float32[Array
 
 
 def differentiate_tile(
-    left: tuple[Float[Array, "a H"], Float[Array, "a Hv"]],
-    right: tuple[Float[Array, "c H"], Float[Array, "c Hv"]],
+    lhs: tuple[Float[Array, "a H"], Float[Array, "a Hv"]],
+    rhs: tuple[Float[Array, "c H"], Float[Array, "c Hv"]],
     lse: Float32[Array, "a 1"] | Float32[Array, "1 c"],
     delta: Float32[Array, "a 1"] | Float32[Array, "1 c"],
     is_visible: Bool[Array, "a c"] | None,
@@ -117,19 +117,19 @@ def differentiate_tile(
     a transpose.
 
     Args:
-        left: Arrays that belong to the rows of the result.
-        right: Arrays that belong to its columns.
+        lhs: Arrays that belong to the rows of the result.
+        rhs: Arrays that belong to its columns.
         lse: Log-sum-exp of the whole softmax of the queries, finite.
         delta: Softmax term of the gradient; see kernels.py.
         is_visible: Mask in the shape of the result; None where every query sees every key.
         rules: Rules with scale and cap.
     """
-    scores = _cap(dot(left[0], right[0], ((1,), (1,))), rules)
+    scores = _cap(dot(lhs[0], rhs[0], ((1,), (1,))), rules)
     exponents = scores - lse
     if is_visible is not None:
         exponents = jnp.where(is_visible, exponents, -jnp.inf)
     weights = jnp.exp(exponents)
-    d_scores = weights * (dot(left[1], right[1], ((1,), (1,))) - delta)
+    d_scores = weights * (dot(lhs[1], rhs[1], ((1,), (1,))) - delta)
     if rules.softcap is not None:
         d_scores = d_scores * (1.0 - jnp.square(scores / rules.softcap))
     return weights, d_scores

@@ -200,12 +200,12 @@ def _multiply(
         num_programs=number,
         num_groups=weights.shape[0],
     )
-    right = (tiles.columns, tiles.depth) if is_turned else (tiles.depth, tiles.columns)
+    rhs = (tiles.columns, tiles.depth) if is_turned else (tiles.depth, tiles.columns)
     (out,) = call(
         kernel,
         (*row_tiles(rows.shape[0], group_sizes, TILE), rows, weights, *scales),
         (jax.ShapeDtypeStruct((rows.shape[0], wide), out_dtype),),
-        scratch(tiles, rows.dtype, out_dtype, right),
+        scratch(tiles, rows.dtype, out_dtype, rhs),
         (number,),
         ("program",),
         interpret,

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements the second product of grouped_matmul for Hopper: sums over the rows of every group.
 
-    out[g] = sum over the rows r of g of rows[r]^T others[r]
+    out[g] = sum over the rows r of g of rows[r]^T other_rows[r]
 
 Tiles are 128 rows and up to 256 columns of one group's matrix; the group's rows pass, 64 at a time,
 from its first row rounded down to a multiple of 8. Both factors are in shared memory as in global
@@ -132,27 +132,27 @@ def _divide(x: Array, by: int) -> tuple[Array, Array]:
 
 def contract(
     rows: Array | QuantizedArray,
-    others: Array | QuantizedArray,
+    other_rows: Array | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     out_dtype: Any,
     interpret: Any = None,
 ) -> Array:
     """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
-    factors = operands_of(rows, others, is_turned=False)
+    factors = operands_of(rows, other_rows, is_turned=False)
     if factors.blocks:
         factors = factors.widen()
     is_scaled = factors.blocks > 0
     rows = factors.rows
-    others = factors.weights
+    other_rows = factors.weights
     height = rows.shape[1]
-    width = others.shape[1]
+    width = other_rows.shape[1]
     starts, ends = spans_of(rows.shape[0], group_sizes)
     rows = fill_zeros(rows, 8, TILE)
-    others = fill_zeros(others, 8, 64)
+    other_rows = fill_zeros(other_rows, 8, 64)
     more = max(0, TILE - rows.shape[0])
-    rows, others = (jnp.pad(x, [(0, more), (0, 0)]) if more else x for x in (rows, others))
-    tiles = tiles_for(others.shape[1], rows.dtype)
+    rows, other_rows = (jnp.pad(x, [(0, more), (0, 0)]) if more else x for x in (rows, other_rows))
+    tiles = tiles_for(other_rows.shape[1], rows.dtype)
     number = programs(interpret)
     kernel = functools.partial(
         _contract_kernel,
@@ -160,15 +160,15 @@ def contract(
         registers=Registers(is_interpreted=interpret is not None),
         num_programs=number,
     )
-    shape = group_sizes.shape[0], rows.shape[1], others.shape[1]
+    shape = group_sizes.shape[0], rows.shape[1], other_rows.shape[1]
     stored = jnp.float32 if is_scaled else out_dtype
-    right = tiles.depth, tiles.columns
+    rhs = tiles.depth, tiles.columns
     (out,) = call(
         kernel,
-        (starts, ends, rows, others),
+        (starts, ends, rows, other_rows),
         (jax.ShapeDtypeStruct(shape, stored),),
         (
-            *scratch(tiles, rows.dtype, stored, right),
+            *scratch(tiles, rows.dtype, stored, rhs),
             plgpu.Barrier(num_arrivals=COMPUTING),
         ),
         (number,),

@@ -153,13 +153,13 @@ def place_of(
 
 
 def scratch(
-    tiles: GroupedTiles, dtype: Any, out_dtype: Any, right: tuple[int, int]
+    tiles: GroupedTiles, dtype: Any, out_dtype: Any, rhs: tuple[int, int]
 ) -> tuple[Any, ...]:
     """Return slots of both operands, staging of results, `full` and `free`."""
     wide = LINE // jnp.dtype(out_dtype).itemsize
     return (
         shared_memory((tiles.stages, COMPUTING, ROWS, tiles.depth), dtype),
-        shared_memory((tiles.stages, *right), dtype),
+        shared_memory((tiles.stages, *rhs), dtype),
         shared_memory((COMPUTING, 2, ROWS, wide), out_dtype),
         plgpu.SMEM((COMPUTING, ROWS, wide), out_dtype),
         # Each computing warpgroup's part of the left operand, and the right one.
@@ -184,18 +184,18 @@ def section_of(steps: int, blocks: int, dtype: Any) -> int:
 
 
 def reason_against(
-    rows: Any, others: Any, block_size: int | None, *, is_contraction: bool
+    rows: Any, other_rows: Any, block_size: int | None, *, is_contraction: bool
 ) -> str | None:
     """Return why these kernels do not take two factors; None where they do.
 
     Args:
         rows: Dtype of the first factor.
-        others: Dtype of the second factor.
+        other_rows: Dtype of the second factor.
         block_size: Length of the sums between scales; None where there is one block.
         is_contraction: Whether the sum runs over rows.
     """
     rows = jnp.dtype(rows)
-    others = jnp.dtype(others)
+    other_rows = jnp.dtype(other_rows)
     is_integer = jnp.issubdtype(rows, jnp.integer)
     if rows.itemsize > 2:
         return f"WGMMA kernels take numbers of 16 and 8 bits, not {rows.name}"

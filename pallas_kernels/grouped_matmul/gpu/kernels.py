@@ -96,18 +96,18 @@ def multiply(
 
 def contract(
     rows: Array | QuantizedArray,
-    others: Array | QuantizedArray,
+    other_rows: Array | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     out_dtype: Any,
 ) -> Array:
     """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
-    products = _products_for(rows, others, is_turned=False, is_contraction=True)
-    return products.contract(rows, others, group_sizes, out_dtype=out_dtype)
+    products = _products_for(rows, other_rows, is_turned=False, is_contraction=True)
+    return products.contract(rows, other_rows, group_sizes, out_dtype=out_dtype)
 
 
-def _products_for(rows: Any, others: Any, *, is_turned: bool, is_contraction: bool) -> Products:
-    factors = operands_of(rows, others, is_turned=is_turned)
+def _products_for(rows: Any, other_rows: Any, *, is_turned: bool, is_contraction: bool) -> Products:
+    factors = operands_of(rows, other_rows, is_turned=is_turned)
     choice = kernel_for(
         device_capability("grouped_matmul"),
         factors.rows.dtype,

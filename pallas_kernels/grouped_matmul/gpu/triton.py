@@ -165,8 +165,8 @@ def _contract_kernel(starts_ref, ends_ref, rows_ref, others_ref, out_ref, *, blo
     group = pl.program_id(0)
     start = starts_ref[group]
     end = ends_ref[group]
-    left = pl.ds(pl.program_id(1) * blocks.rows, blocks.rows)
-    right = pl.ds(pl.program_id(2) * blocks.columns, blocks.columns)
+    lhs = pl.ds(pl.program_id(1) * blocks.rows, blocks.rows)
+    rhs = pl.ds(pl.program_id(2) * blocks.columns, blocks.columns)
     depth = blocks.depth
 
     def step(i: Array, total: Array) -> Array:
@@ -180,23 +180,23 @@ def _contract_kernel(starts_ref, ends_ref, rows_ref, others_ref, out_ref, *, blo
             index = first + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
             return jnp.where((index >= begin) & (index < end), x, jnp.zeros_like(x))
 
-        return total + _dot(read(rows_ref, left), read(others_ref, right), 0, 0)
+        return total + _dot(read(rows_ref, lhs), read(others_ref, rhs), 0, 0)
 
     zeros = jnp.zeros((blocks.rows, blocks.columns), sum_dtype(rows_ref.dtype))
     out = jax.lax.fori_loop(0, pl.cdiv(end - start, depth), step, zeros)
-    out_ref[group, left, right] = out.astype(out_ref.dtype)
+    out_ref[group, lhs, rhs] = out.astype(out_ref.dtype)
 
 
 def contract(
     rows: Array | QuantizedArray,
-    others: Array | QuantizedArray,
+    other_rows: Array | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     out_dtype: Any,
     interpret: bool = False,
 ) -> Array:
     """Return the product defined in `pallas_kernels.grouped_matmul.products`."""
-    factors = _readable(operands_of(rows, others, is_turned=False))
+    factors = _readable(operands_of(rows, other_rows, is_turned=False))
     x = factors.rows
     y = factors.weights
     y = y.astype(x.dtype)

@@ -44,9 +44,9 @@ class Tile(NamedTuple):
 class Bytes(NamedTuple):
     """Bytes of one element in all buffers together."""
 
-    left: int
+    lhs: int
     """Bytes per element of the rows."""
-    right: int
+    rhs: int
     """Bytes per element of the matrix, or of the other rows in `contract`."""
     result: int
     """Bytes per element of the result, sums included."""

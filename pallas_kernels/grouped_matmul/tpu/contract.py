@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU kernel that contracts rows with other rows of their group: the gradient of its matrix.
 
-    out[g, p] = scale * sum over the rows r of g of rows[r]^T others[p, r]
+    out[g, p] = scale * sum over the rows r of g of rows[r]^T other_rows[p, r]
 
 The grid is (left columns, part and right columns, visit); the sums of a group stay in memory over
 its visits (visits.py), and an empty group has one visit, in which they are written as 0. Rows of
@@ -36,7 +36,7 @@ class _ContractCall(NamedTuple):
 
 def contract_parts(
     rows: Array,
-    others: Array,
+    other_rows: Array,
     group_sizes: Int[Array, " G"],
     *,
     out_dtype: Any,
@@ -49,27 +49,27 @@ def contract_parts(
 
     Args:
         rows: [R k].
-        others: [p R n], in parts.
+        other_rows: [p R n], in parts.
         group_sizes: Rows of each group, as in `grouped_matmul`.
         out_dtype: Dtype of the result.
         dtypes: Dtypes in which tiles of both are multiplied; None keeps them.
         scale: Factor of the result.
-        part: Number of the only part of `others` to contract; None takes all.
+        part: Number of the only part of `other_rows` to contract; None takes all.
         name: Name of the kernel in profiles.
     """
-    (num_rows, k), (parts, _, n), groups = rows.shape, others.shape, group_sizes.shape[0]
+    (num_rows, k), (parts, _, n), groups = rows.shape, other_rows.shape, group_sizes.shape[0]
     first, parts = (0, parts) if part is None else (part, 1)
-    dtypes = dtypes or (rows.dtype, others.dtype)
+    dtypes = dtypes or (rows.dtype, other_rows.dtype)
     each = Bytes(
-        left=2 * rows.dtype.itemsize,
-        right=2 * others.dtype.itemsize,
+        lhs=2 * rows.dtype.itemsize,
+        rhs=2 * other_rows.dtype.itemsize,
         result=2 * jnp.dtype(out_dtype).itemsize + 8,
     )
     is_wide = dtypes[0] == jnp.float32
     tile = blocks_for("contract", num_rows, n, k, each=each, is_wide=is_wide)
     visits = visit_groups(group_sizes, num_rows, tile.rows)
     wide = -(-n // tile.out)
-    operands = [*visits.as_read(), rows, others]
+    operands = [*visits.as_read(), rows, other_rows]
     specs = [
         pl.BlockSpec((tile.rows, tile.summed), lambda i, j, v, *at: (at[1][v], i)),
         pl.BlockSpec(
@@ -103,7 +103,7 @@ def contract_parts(
             flops=2 * parts * num_rows * k * n,
             transcendentals=0,
             bytes_accessed=rows.nbytes * parts * wide
-            + others.nbytes * -(-k // tile.summed)
+            + other_rows.nbytes * -(-k // tile.summed)
             + groups * parts * k * n * jnp.dtype(out_dtype).itemsize,
         ),
         name=name,
@@ -114,7 +114,7 @@ def _kernel(
     group: Any, read: Any, write: Any, low: Any, high: Any, *refs: Any, call: _ContractCall
 ) -> None:
     del read, write
-    rows, others, *scale, out, sums = refs
+    rows, other_rows, *scale, out, sums = refs
     visit = pl.program_id(2)
     last = pl.num_programs(2) - 1
     first_row = low[visit]
@@ -126,20 +126,20 @@ def _kernel(
     def _():
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
 
-    def add(left: Array, right: Array) -> None:
-        left, right = (x.astype(d) for x, d in zip((left, right), call.dtypes, strict=True))
-        sums[...] += dot(left, right, ((0,), (0,)))
+    def add(lhs: Array, rhs: Array) -> None:
+        lhs, rhs = (x.astype(d) for x, d in zip((lhs, rhs), call.dtypes, strict=True))
+        sums[...] += dot(lhs, rhs, ((0,), (0,)))
 
     @pl.when(is_whole)
     def _():
-        add(rows[...], others[...])
+        add(rows[...], other_rows[...])
 
     @pl.when((first_row < end_row) & ~is_whole)
     def _():
         def add_piece(at: Any, is_own: Any) -> None:
-            left = rows[at, :]
-            right = others[at, :]
-            add(_kept(left, is_own), _kept(right, is_own))
+            lhs = rows[at, :]
+            rhs = other_rows[at, :]
+            add(_kept(lhs, is_own), _kept(rhs, is_own))
 
         over_pieces(tile.rows, 1, first_row, end_row, add_piece)
 

@@ -50,24 +50,24 @@ def _multiply(
 
 def _contract(
     rows: Float[Array, "R k"] | QuantizedArray,
-    others: Float[Array, "R n"] | QuantizedArray,
+    other_rows: Float[Array, "R n"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
     *,
     out_dtype: Any,
 ) -> Float[Array, "G k n"]:
-    if isinstance(rows, QuantizedArray) and isinstance(others, QuantizedArray):
+    if isinstance(rows, QuantizedArray) and isinstance(other_rows, QuantizedArray):
         out = contract_parts(
             rows.values,
-            others.values[None],
+            other_rows.values[None],
             group_sizes,
             out_dtype=out_dtype,
-            dtypes=dtypes_of(rows.values.dtype, others.values.dtype),
-            scale=(rows.scales.astype(jnp.float32) * others.scales.astype(jnp.float32))[0, 0],
+            dtypes=dtypes_of(rows.values.dtype, other_rows.values.dtype),
+            scale=(rows.scales.astype(jnp.float32) * other_rows.scales.astype(jnp.float32))[0, 0],
         )
     else:
         wide = constant(rows)
-        right = constant(others)
-        out = contract_parts(wide, right[None], group_sizes, out_dtype=out_dtype)
+        rhs = constant(other_rows)
+        out = contract_parts(wide, rhs[None], group_sizes, out_dtype=out_dtype)
     return out[:, 0]
 
 

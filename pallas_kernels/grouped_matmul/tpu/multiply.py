@@ -180,8 +180,8 @@ def _tile(
         width,
         summed,
         each=Bytes(
-            left=2 * arrays * factors.rows.dtype.itemsize,
-            right=parts * (2 * factors.weights.dtype.itemsize + decoded),
+            lhs=2 * arrays * factors.rows.dtype.itemsize,
+            rhs=parts * (2 * factors.weights.dtype.itemsize + decoded),
             result=2 * result + 8 * (parts if arrays == 1 else 1),
         ),
         is_wide=factors.dtypes[1] == jnp.float32,

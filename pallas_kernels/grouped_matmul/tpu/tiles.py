@@ -63,12 +63,12 @@ def times_scales(values: Array, scales: Float[Array, "c n"] | None, dtype: Any) 
 
 
 def _dot_of_integers(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Array:
-    (left,), (right,) = contracted
+    (lhs,), (rhs,) = contracted
     total = None
-    for start in range(0, a.shape[left], EXACT):
-        end = min(start + EXACT, a.shape[left])
-        x = jax.lax.slice_in_dim(a, start, end, axis=left).astype(jnp.bfloat16)
-        y = jax.lax.slice_in_dim(b, start, end, axis=right).astype(jnp.bfloat16)
+    for start in range(0, a.shape[lhs], EXACT):
+        end = min(start + EXACT, a.shape[lhs])
+        x = jax.lax.slice_in_dim(a, start, end, axis=lhs).astype(jnp.bfloat16)
+        y = jax.lax.slice_in_dim(b, start, end, axis=rhs).astype(jnp.bfloat16)
         piece = dot(x, y, contracted).astype(jnp.int32)
         total = piece if total is None else total + piece
     assert total is not None

@@ -169,7 +169,7 @@ def _widened_kernel(*refs, tiles, is_given, sections, sums, registers):
 
 
 def _add_turned(
-    total: Array, left: Any, right: Any, registers: Registers, started: Callable[[], None] | None
+    total: Array, lhs: Any, rhs: Any, registers: Registers, started: Callable[[], None] | None
 ) -> Array:
     """Return total + left^T @ right^T, of matrices in shared memory.
 
@@ -177,7 +177,7 @@ def _add_turned(
     """
 
     def multiply(sums: Any) -> None:
-        plgpu.wgmma(sums, transposed_ref(left), transposed_ref(right))
+        plgpu.wgmma(sums, transposed_ref(lhs), transposed_ref(rhs))
         if started is not None:
             started()
 
@@ -185,7 +185,7 @@ def _add_turned(
         if started is not None:
             started()
         product = jax.lax.dot_general(
-            left[...], right[...], (((0,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            lhs[...], rhs[...], (((0,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
         return total + product
     return pl.run_state(multiply)(plgpu.ACC.init(total))

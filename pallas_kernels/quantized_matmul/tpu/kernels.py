@@ -101,7 +101,7 @@ def multiply_mixed(x: QuantizedArray, w: MixedArray, out_dtype: Any) -> Float[Ar
 
 
 def _multiply(x: Any, w: Any, out_dtype: Any, num_wide: int | None = None) -> Array:
-    layout, left, right = lay_out(x, w, out_dtype, num_wide=num_wide)
+    layout, lhs, rhs = lay_out(x, w, out_dtype, num_wide=num_wide)
     tm = layout.tile_m
     tk = layout.tile_k
     tn = layout.tile_n
@@ -114,7 +114,7 @@ def _multiply(x: Any, w: Any, out_dtype: Any, num_wide: int | None = None) -> Ar
         pl.BlockSpec((1, tn), lambda i, j, t: (0, j)),
         pl.BlockSpec((None, per_tile, tn), lambda i, j, t: (t, 0, j)),
     )
-    operands = (*left, *right)
+    operands = (*lhs, *rhs)
     is_given = tuple(array is not None for array in operands)
     arrays = [array for array in operands if array is not None]
     in_specs = [spec for spec, is_present in zip(specs, is_given, strict=True) if is_present]
@@ -151,9 +151,9 @@ def _kernel(*refs: Any, layout: FactorLayout, is_given: tuple[bool, ...]) -> Non
 
     def add(narrow_from: int | None) -> None:
         total = sums[...]
-        for block, left, right in _blocks(x[...], w[...], layout):
+        for block, lhs, rhs in _blocks(x[...], w[...], layout):
             is_narrow = narrow_from is not None and block >= narrow_from
-            product = _dot(left, right, layout, is_narrow)
+            product = _dot(lhs, rhs, layout, is_narrow)
             if layout.block is not None:
                 product = product.astype(jnp.float32)
                 if x_parts is not None:
@@ -198,17 +198,17 @@ def _blocks(x: Array, w: Array, layout: FactorLayout) -> Iterator[tuple[int, Arr
     block = layout.block or layout.tile_k
     for start in range(0, layout.tile_k, max(block, LANES)):
         piece = slice(start, start + max(block, LANES))
-        left = x[:, piece]
-        right = w[piece, :]
+        lhs = x[:, piece]
+        rhs = w[piece, :]
         if block >= LANES:
-            yield start // block, left, right
+            yield start // block, lhs, rhs
             continue
-        wide = left.astype(jnp.int32 if layout.multiplied == jnp.int8 else jnp.float32)
+        wide = lhs.astype(jnp.int32 if layout.multiplied == jnp.int8 else jnp.float32)
         lane = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 1)
         for i in range(LANES // block):
             is_inside = (lane >= i * block) & (lane < (i + 1) * block)
             rows = jnp.where(is_inside, wide, jnp.zeros_like(wide))
-            yield start // block + i, rows.astype(left.dtype), right
+            yield start // block + i, rows.astype(lhs.dtype), rhs
 
 
 def _dot(x: Array, w: Array, layout: FactorLayout, is_narrow: bool = False) -> Array:
@@ -244,15 +244,15 @@ def _multiply_turned(d_out: Array, w: QuantizedArray) -> Array:
     """Return d_out [m n] @ w [k n]^T."""
     (m, n), k = d_out.shape, w.shape[0]
     like = jax.ShapeDtypeStruct((m, k), d_out.dtype)
-    layout, _, right = lay_out(like, w, d_out.dtype, is_turned=True)
+    layout, _, rhs = lay_out(like, w, d_out.dtype, is_turned=True)
     tm = layout.tile_m
     tk = layout.tile_k
     tn = layout.tile_n
-    scales = right.ends if right.parts is None else right.parts
+    scales = rhs.ends if rhs.parts is None else rhs.parts
     assert scales is not None
-    arrays = [fill(d_out, 0, layout.m), right.values, scales]
+    arrays = [fill(d_out, 0, layout.m), rhs.values, scales]
     scale_spec = pl.BlockSpec((1, tn), lambda i, t, j: (0, j))
-    if right.parts is not None:
+    if rhs.parts is not None:
         scale_spec = pl.BlockSpec((None, scales.shape[1], tn), lambda i, t, j: (t, 0, j))
     out = pl.pallas_call(
         functools.partial(_turned_kernel, layout=layout),
@@ -289,13 +289,13 @@ def _turned_kernel(
         w[b * size : (b + 1) * size, :].astype(jnp.float32) * scales[b : b + 1, :]
         for b in range(scales.shape[0])
     ]
-    left = d_out[...].astype(jnp.float32)
-    right = jnp.concatenate(rows, axis=0)
+    lhs = d_out[...].astype(jnp.float32)
+    rhs = jnp.concatenate(rows, axis=0)
     if layout.n % layout.tile_n:
         # Values past the edge are undefined, and would be summed.
-        left, right = (_within(a, layout.n - step * layout.tile_n) for a in (left, right))
+        lhs, rhs = (_within(a, layout.n - step * layout.tile_n) for a in (lhs, rhs))
     dtype = layout.multiplied
-    sums[...] += _sum(left.astype(dtype), right.astype(dtype), (1, 1))
+    sums[...] += _sum(lhs.astype(dtype), rhs.astype(dtype), (1, 1))
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _():

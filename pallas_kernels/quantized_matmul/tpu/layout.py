@@ -125,8 +125,8 @@ def lay_out(
     if not isinstance(x, jax.ShapeDtypeStruct):
         values = fill(_fill(_values(x), 1, layout), 0, layout.m)
         x_factor = Factor(values, _ends(x, m, layout.m), _parts(x, layout, layout.m))
-    right = Factor(_fill(w.values, 0, layout), _ends(w, n, n), _parts(w, layout, n))
-    return layout, x_factor, right
+    rhs = Factor(_fill(w.values, 0, layout), _ends(w, n, n), _parts(w, layout, n))
+    return layout, x_factor, rhs
 
 
 # Blocks of scales.

@@ -91,10 +91,10 @@ class TcpTransport:
 
         def ask(connection: Connection) -> Closing:
             self._send(connection, Kind.CLOSING, number, closing.encode(kind))
-            _, found = decode_found(self._receive(connection, number, {}).payload, kind)
-            if found is None:
+            _, reply = decode_found(self._receive(connection, number, {}).payload, kind)
+            if reply is None:
                 raise FrameError("answer to a closing has none")
-            return found
+            return reply
 
         return self._repeat(ask)
 

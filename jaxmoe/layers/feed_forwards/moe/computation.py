@@ -107,24 +107,24 @@ class Computation:
     """Whether routers behave as in training."""
 
     def run(
-        self, x: Float[Array, "B S D"], given: LocalInputs, *, batch_axes: tuple[str, ...]
+        self, x: Float[Array, "B S D"], local: LocalInputs, *, batch_axes: tuple[str, ...]
     ) -> Computed:
         """Compute the routed experts for the tokens of one device.
 
         Args:
             x: Activations in the compute dtype.
-            given: The other arguments.
+            local: The other arguments.
             batch_axes: Mesh axes over which sequences are spread.
         """
         moe, layout, (batch, length, width) = self.moe, self.layout, x.shape
-        key = _given(given.key)
+        key = _given(local.key)
         sequence_axes = layout.sequence_axes
         tokens = x.reshape(batch * length, width)  # T, D
 
         # Route: experts, gates and capacity.
         extent = Extent(sequence_length=length, sequence_axes=sequence_axes, batch_axes=batch_axes)
-        inputs = _router_inputs(tokens, given, self.context.multipliers.router, extent)
-        output = self.router.route(given.router, given.state, inputs, train=self.train, key=key)
+        inputs = _router_inputs(tokens, local, self.context.multipliers.router, extent)
+        output = self.router.route(local.router, local.state, inputs, train=self.train, key=key)
         observer = observer_of(self.execution)
         assignments, statistics = _assign(output, inputs, moe, length, observer)
         logits = output.logits
@@ -135,11 +135,11 @@ class Computation:
         # Dispatch, compute and combine.
         computed = _with_computation(assignments, moe.num_experts)
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
-        moves = self._token_moves(given)
+        moves = self._token_moves(local)
         dispatch = partial(self._dispatcher(), moves=moves)
-        outputs = _given(given.outputs)
+        outputs = _given(local.outputs)
         if outputs is None:
-            y, dropped = dispatch(rows, computed, self._experts(), given.weights)
+            y, dropped = dispatch(rows, computed, self._experts(), local.weights)
         else:
             y = combine(outputs, computed, tokens.shape[0])
             dropped = jnp.zeros((moe.num_experts,), jnp.float32)
@@ -151,7 +151,7 @@ class Computation:
             y = write_slots(y, output.slots)
         if moe.zero_computation is not None:
             y = y + apply_zero_computation(
-                tokens, assignments, given.constants, moe.zero_computation, moe.num_experts
+                tokens, assignments, local.constants, moe.zero_computation, moe.num_experts
             )
 
         # Report.
@@ -176,22 +176,22 @@ class Computation:
             y=y.reshape(batch, -1, width),
             statistics=statistics,
             carry=carry,
-            losses=self._losses(given, key),
-            observed=self._observe(tokens, logits, computed, given.weights, batch),
+            losses=self._losses(local, key),
+            observed=self._observe(tokens, logits, computed, local.weights, batch),
         )
 
-    def _token_moves(self, given: LocalInputs) -> TokenMoves | None:
+    def _token_moves(self, local: LocalInputs) -> TokenMoves | None:
         """Return how the tokens move, from what is known before routing; None: they stay."""
         if self.layout.route is None:
             return None
-        arrays = (given.context["tokens"], given.token_mask, given.carry["expert_device"])
+        arrays = (local.context["tokens"], local.token_mask, local.carry["expert_device"])
         batch = arrays[0].shape[0]
         own_axes = self.layout.own_axes
         arrays = tuple(array.reshape(-1) for array in arrays)
         if own_axes:
             arrays = tuple(own_positions(array, batch, own_axes) for array in arrays)
         devices = jax.lax.axis_size(self.layout.experts.expert)
-        return self.layout.route.moves(given.layer, *arrays, num_devices=devices)
+        return self.layout.route.moves(local.layer, *arrays, num_devices=devices)
 
     @property
     def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:
@@ -234,10 +234,10 @@ class Computation:
             name: value.reshape(batch, -1, *value.shape[1:]) for name, value in observed.items()
         }
 
-    def _losses(self, given: LocalInputs, key: Array | None) -> dict[str, Array]:
+    def _losses(self, local: LocalInputs, key: Array | None) -> dict[str, Array]:
         """Return the losses of weights, which are equal on all devices once gathered."""
         return {
-            balancer.name: as_unvarying(balancer.coupling(given.router, given.coupled, key))
+            balancer.name: as_unvarying(balancer.coupling(local.router, local.coupled, key))
             for balancer in self.coupling_balancers
         }
 
@@ -248,30 +248,30 @@ def _given(array: Any) -> Array | None:
 
 
 def _router_inputs(
-    tokens: Float[Array, "T D"], given: Any, multiplier: float, extent: Extent
+    tokens: Float[Array, "T D"], local: Any, multiplier: float, extent: Extent
 ) -> RouterInputs:
     """Return the inputs of a router, whose [B S] arrays become [T], of recorded experts [T K].
 
     Args:
         tokens: Activations.
-        given: `LocalInputs` of the region.
+        local: `LocalInputs` of the region.
         multiplier: Factor of the router logits.
         extent: Place of the tokens in the batch.
     """
-    context = dict(given.context)
+    context = dict(local.context)
     replayed = None
     if EXPERTS in context:
         experts = context.pop(EXPERTS).astype(jnp.int32)
-        replayed = jax.lax.dynamic_index_in_dim(experts, given.layer, axis=2, keepdims=False)
+        replayed = jax.lax.dynamic_index_in_dim(experts, local.layer, axis=2, keepdims=False)
         replayed = replayed.reshape(tokens.shape[0], -1)
     context = {name: array.reshape(-1) for name, array in context.items()}
-    if not isinstance(given.layer, dict):
-        context["layer"] = given.layer
-    previous = given.carry.get("router_logits")
+    if not isinstance(local.layer, dict):
+        context["layer"] = local.layer
+    previous = local.carry.get("router_logits")
     return RouterInputs(
         x=tokens.astype(jnp.float32) * jnp.float32(multiplier),
-        token_mask=given.token_mask.reshape(-1),  # T
-        segment_ids=given.segment_ids.reshape(-1),  # T
+        token_mask=local.token_mask.reshape(-1),  # T
+        segment_ids=local.segment_ids.reshape(-1),  # T
         previous_logits=None if previous is None else previous.reshape(tokens.shape[0], -1),
         context=context,
         replayed=replayed,

@@ -297,6 +297,6 @@ def test_streaming_sends_every_number_once_in_a_period():
     marked = {leaf.path: np.arange(leaf.shape[0]) for leaf in wr.LEAVES if leaf.is_stacked}
     for fragment in method.fragments(wr.LEAVES):
         layers = {path: marked[path][fragment.number :: 2] for path in fragment.strided}
-        whole = {path: np.zeros(1) for path in fragment.whole}
+        whole = {path: np.zeros(1) for path in fragment.whole_paths}
         taken = fragment.take({k: jax.numpy.asarray(v) for k, v in (marked | whole).items()})
         assert all((taken[path] == layers[path]).all() for path in fragment.strided)

@@ -175,7 +175,7 @@ def test_rows_are_new_where_their_copy_is_lost_too(shelf, saved, caplog):
 
     class Fewer(Survivors):
         def __init__(self, rest):
-            self.found, self._rest = found, rest
+            self.survey, self._rest = found, rest
 
         def read(self, path, box, instead):
             values = self._rest.read(path, box, instead)

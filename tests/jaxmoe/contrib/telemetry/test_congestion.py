@@ -83,7 +83,7 @@ def test_the_report_shows_the_phases_with_intervals(tmp_path):
     metrics = {"indicators/direction_coupling": (STEPS, np.linspace(0.0, 0.4, 8))}
     path = tmp_path / "report.html"
     section = congestion_section(metrics, STEPS, series)
-    write_report(path, title="t", summary={}, metrics=metrics, further=(section,))
+    write_report(path, title="t", summary={}, metrics=metrics, more_sections=(section,))
     page = path.read_text()
     assert "Congestion of the routers" in page and "gates neurons" not in page
     for cell in ("surge", "10 to 30", "14 (13 to 15)", "36 (35 to 37)", "relaxation", "50 to 80"):

@@ -35,12 +35,12 @@ UNBOUNDED = {
 
 @pytest.mark.parametrize("values", BOUNDED.values(), ids=BOUNDED)
 def test_bounded(values):
-    assert is_bounded(values).holds, is_bounded(values).words
+    assert is_bounded(values).holds, is_bounded(values).explanation
 
 
 @pytest.mark.parametrize("values", UNBOUNDED.values(), ids=UNBOUNDED)
 def test_not_bounded(values):
-    assert not is_bounded(values).holds, is_bounded(values).words
+    assert not is_bounded(values).holds, is_bounded(values).explanation
 
 
 def test_the_numbers_and_their_words():
@@ -48,7 +48,7 @@ def test_the_numbers_and_their_words():
     course = Course.of(values)
     assert course.peak == 8.0 and course.plateau == pytest.approx(np.median(values[-20:]))
     assert course.rise == pytest.approx(2.0 / course.plateau) and course.error < 1e-9
-    words = is_bounded(values).words
+    words = is_bounded(values).explanation
     assert "peak 8, plateau 5.808 (ratio 1.38, must be below 2)" in words and "(rises)" in words
 
 
@@ -81,9 +81,9 @@ def test_sizes():
     plateau = {"8": 3.0, "12": 2.0, "16": 2.09}
     series = {name: np.full(50, value) for name, value in plateau.items()}
     verdict = is_non_increasing(series)
-    assert verdict.holds and verdict.words == "plateaus 8: 3, 12: 2, 16: 2.09; does not grow"
+    assert verdict.holds and verdict.explanation == "plateaus 8: 3, 12: 2, 16: 2.09; does not grow"
     grown = is_non_increasing({**series, "20": np.full(50, 2.3)})
-    assert not grown.holds and grown.words.endswith("grows from 16 to 20")
+    assert not grown.holds and grown.explanation.endswith("grows from 16 to 20")
     with pytest.raises(ValueError, match="1 size cannot be compared"):
         is_non_increasing({"8": np.ones(50)})
 
@@ -92,7 +92,7 @@ def test_a_run_is_judged_by_the_indicators_it_has():
     verdicts = judge_run({"router_z": np.ones(50), "head_z": np.ones(5), "other": np.ones(50)})
     assert list(verdicts) == ["router_z", "head_z"]
     assert verdicts["router_z"].holds and verdicts["head_z"].holds is None
-    assert verdicts["head_z"].words.startswith("a series of 5 values")
+    assert verdicts["head_z"].explanation.startswith("a series of 5 values")
 
 
 # The files.
