@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines what every adapter has: the table of the adapted model, its targets, and hooks.
 
-    begun(params, layers, key)         parameters before the first step
-    prepare(params, layers, key)       parameters as the layers read them, with draws in training
-    rewrite(params, shared, part)      parameters of one layer as it computes with them
-    mix(own, half, placement, train)   what each token has of additions in half a layer
-    losses(params, placement)          {name: scalar} that a step adds to the loss
-    first_state(params, table, key)    its state before the first step
-    after_step(state, grads, given)    the training state after an accepted update
+    begin(params, layers, key)              parameters before the first step
+    prepare(params, layers, key)            parameters as the layers read them, with draws in training
+    rewrite(params, shared, part)           parameters of one layer as it computes with them
+    mix(own, half, placement, train)        what each token has of additions in half a layer
+    losses(params, placement)               {name: scalar} that a step adds to the loss
+    first_state(params, table, key)         its state before the first step
+    after_step(state, grads, step_inputs)   the training state after an accepted update
 
 Each is a no-op by default and leaves the compiled program as it is.
 """

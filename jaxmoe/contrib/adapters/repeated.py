@@ -130,12 +130,12 @@ class RepeatedBackward(Backward):
             )
         self.backward.check(step)
 
-    def sums(self, step: Step, state: TrainState, rows: Rows, whole: Any) -> GradientSums:
+    def sums(self, step: Step, state: TrainState, rows: Rows, gathered: Any) -> GradientSums:
         """Return the sums over the micro-batches of all passes; see the base class."""
-        losses_of = partial(row_losses, step, state, gathered=whole)
+        losses_of = partial(row_losses, step, state, gathered=gathered)
         adapter: Any = step.model.adapter
         repeats = repeat_with_advantage(rows, losses_of, adapter.draws, step.execution.placement)
-        sums = self.backward.sums(step, state, repeats, whole)
+        sums = self.backward.sums(step, state, repeats, gathered)
         if sums.row_nll is None:
             return sums
         return dataclasses.replace(sums, row_nll=sums.row_nll / adapter.draws)

@@ -112,12 +112,12 @@ class SwitchLoraConfig(FactorsConfig):
                 state[f"{path}/paused"] = jnp.zeros((*batch, rank), jnp.int32)
         return nest(state)
 
-    def after_step(self, state: State, grads: Any, given: StepGiven) -> State:
+    def after_step(self, state: State, grads: Any, step_inputs: StepGiven) -> State:
         """Return the state with paused vectors as before, and some swapped."""
         del grads
         now: Any = state
         params, before, rule_state = (
-            by_path(tree) for tree in (now.params, given.before.params, self.own_state(now))
+            by_path(tree) for tree in (now.params, step_inputs.before.params, self.own_state(now))
         )
         key = jax.random.fold_in(now.rng, now.step)
         stopped = {}
