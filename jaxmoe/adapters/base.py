@@ -3,7 +3,7 @@
 """Defines what every adapter has: the table of the adapted model, its targets, and hooks.
 
     begin(params, layers, key)              parameters before the first step
-    prepare(params, layers, key)            parameters as the layers read them, with draws in training
+    prepare(params, layers, key)            parameters as layers read them, with draws in training
     rewrite(params, shared, part)           parameters of one layer as it computes with them
     mix(own, half, placement, train)        what each token has of additions in half a layer
     losses(params, placement)               {name: scalar} that a step adds to the loss
