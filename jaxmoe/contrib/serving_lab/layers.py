@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.facts import Facts, Victim
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import EvictionKind, Plan, PlanError, PromptPiece
 from jaxmoe.serve.requests import End, EndReason
-from jaxmoe.serve.sequence import Sequence as ServedSequence
+from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep, Work
 from jaxmoe.serve.view import InstanceView
 
@@ -58,7 +59,9 @@ class WholeVictim:
 
     victim: Victim
 
-    def __call__(self, candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, EvictionKind]:
+    def __call__(
+        self, candidates: collections.abc.Sequence[Sequence]
+    ) -> tuple[Sequence, EvictionKind]:
         """Return a sequence, and how it is evicted."""
         sequence, kind = self.victim(candidates)
         return sequence, "recompute" if sequence.is_busy else kind
@@ -71,25 +74,25 @@ class LayersDraft(Draft):
         self._progress = view.progress if isinstance(view, LayersView) else {}
         super().__init__(view)
 
-    def layers_done(self, sequence: ServedSequence) -> int:
+    def layers_done(self, sequence: Sequence) -> int:
         """Return the layers that the piece of a sequence has passed; 0 without one."""
         progress = self._progress.get(sequence.id)
         return 0 if progress is None else progress.layers
 
-    def piece_size(self, sequence: ServedSequence) -> int:
+    def piece_size(self, sequence: Sequence) -> int:
         """Return the tokens of the piece that a sequence is in, or of all that is left."""
         progress = self._progress.get(sequence.id)
         return self.left(sequence) if progress is None else progress.count
 
-    def decoding(self) -> list[ServedSequence]:
+    def decoding(self) -> list[Sequence]:
         """Return the running sequences of which one token is left in all layers."""
-        return [one for one in super().decoding() if one.id not in self._progress]
+        return [s for s in super().decoding() if s.id not in self._progress]
 
-    def prompts(self) -> list[ServedSequence]:
+    def prompts(self) -> list[Sequence]:
         """Return the others, those between two layers too."""
-        return self.running(lambda one: self.left(one) > 1 or one.id in self._progress)
+        return self.running(lambda s: self.left(s) > 1 or s.id in self._progress)
 
-    def layers_piece(self, sequence: ServedSequence, count: int, layers: Layers | None) -> int:
+    def layers_piece(self, sequence: Sequence, count: int, layers: Layers | None) -> int:
         """Compute part of a prompt in some layers.
 
         Args:
@@ -125,11 +128,11 @@ class LayersInstance(Instance):
         """Return what a policy may see: sequences between two layers are running."""
         view = super().view(now)
         flying = {work.id for step in self.flying for work in step.works}
-        progress = {id_: one for id_, one in self._progress.items() if id_ not in flying}
+        progress = {id_: state for id_, state in self._progress.items() if id_ not in flying}
         running = self.queues.running.values()
         fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
-        fields["running"] = tuple(one for one in running if not one.is_busy or one.id in progress)
-        fields["busy"] = tuple(one for one in running if one.is_busy and one.id not in progress)
+        fields["running"] = tuple(s for s in running if not s.is_busy or s.id in progress)
+        fields["busy"] = tuple(s for s in running if s.is_busy and s.id not in progress)
         return LayersView(**fields, progress=progress)
 
     def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
@@ -151,7 +154,7 @@ class LayersInstance(Instance):
         self.flying[-1] = dataclasses.replace(step, pieces=tuple(pieces))
         return (self.flying[-1],)
 
-    def end(self, sequence: ServedSequence, reason: EndReason, message: str = "") -> End:
+    def end(self, sequence: Sequence, reason: EndReason, message: str = "") -> End:
         """End a sequence that no step computes."""
         self._progress.pop(sequence.id, None)
         return super().end(sequence, reason, message)
@@ -175,7 +178,7 @@ class LayersInstance(Instance):
         fields["draws"] = work.draws and layers[1] == self.facts.num_layers
         return LayersWork(**fields, layers=layers)
 
-    def _advance(self, sequence: ServedSequence, work: Work) -> bool:
+    def _advance(self, sequence: Sequence, work: Work) -> bool:
         if isinstance(work, LayersWork) and work.layers[1] < self.facts.num_layers:
             self._progress[work.id] = LayerProgress(work.layers[1], len(work.tokens))
             sequence.is_busy = True

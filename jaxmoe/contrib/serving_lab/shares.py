@@ -70,8 +70,8 @@ class LanesInstance(LayersInstance):
         steps = super().start(plan, now)
         if not steps:
             return ()
-        (whole,) = steps
-        works = {work.id: work for work in whole.works}
+        (step,) = steps
+        works = {work.id: work for work in step.works}
         first, *further = lanes or (Lane(number=min(free, default=0)),)
         parts = [
             LaneStep(
@@ -84,7 +84,7 @@ class LanesInstance(LayersInstance):
             for lane in (first, *further)
         ]
         parts[0] = dataclasses.replace(
-            parts[0], out=whole.out, back=whole.back, copies=whole.copies, dropped=whole.dropped
+            parts[0], out=step.out, back=step.back, copies=step.copies, dropped=step.dropped
         )
         self.flying[-1:] = parts
         return tuple(parts)
