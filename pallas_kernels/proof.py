@@ -265,7 +265,7 @@ def compare(
             actual = _compute(prepared, implementation, jax.local_devices()[0])
         except _FAILURES as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            return dataclasses.replace(verdict, words=text[:200])
+            return dataclasses.replace(verdict, explanation=text[:200])
         expected = _compute(prepared, "reference", _host())
         for part, value in actual.items():
             error = _difference(value, expected[part])
@@ -273,7 +273,7 @@ def compare(
                 worst = error
                 worst_part = part
     error = worst if np.isfinite(worst) else float("inf")
-    return dataclasses.replace(verdict, error=error, words=worst_part)
+    return dataclasses.replace(verdict, error=error, explanation=worst_part)
 
 
 def prove(

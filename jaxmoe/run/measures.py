@@ -203,7 +203,7 @@ class ReadingResult:
     def __str__(self) -> str:
         """Return the result as one line of names and values."""
         parts = [self.description, f"decoded_tokens={self.loss.selected.num_tokens}"]
-        for name, part in (("selected", self.loss.selected), ("whole", self.loss.gathered)):
+        for name, part in (("selected", self.loss.selected), ("whole", self.loss.complete)):
             parts.append(f"{name}/bits_per_token={part.bits_per_token!r}")
             if self.tokens_per_byte is not None:
                 bits = part.bits_per_token * self.tokens_per_byte

@@ -229,7 +229,7 @@ def _forward(
         rows=step.gradients.rows(step, micro),
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
-        whole=gathered,
+        gathered=gathered,
         view=view,
     )
 

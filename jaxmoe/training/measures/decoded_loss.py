@@ -35,7 +35,7 @@ class DecodedLoss:
 
     selected: Evaluation
     """Loss where each token attends to the selected pages."""
-    gathered: Evaluation
+    complete: Evaluation
     """Loss of the same tokens where each attends to all earlier ones."""
 
 
@@ -68,7 +68,7 @@ def compare_readings(
         step = make_decoded_loss(model, WholeRowsConfig.of(execution, each))
         results.append(evaluate(step, params, router_state, batches))
     selected, full = results
-    return DecodedLoss(selected=selected, gathered=full)
+    return DecodedLoss(selected=selected, complete=full)
 
 
 @functools.lru_cache(maxsize=4)

@@ -274,7 +274,7 @@ def _execute(
                 router_state=router_state,
                 key=None if key_data is None else jax.random.wrap_key_data(key_data),
                 share=1.0 / micro_batches,
-                gathered=statistics,
+                batch_statistics=statistics,
                 train=train,
             ),
             scale=1.0 / total_weight,

@@ -73,7 +73,7 @@ class Layers:
     """PRNG key of the step."""
     share: float
     """Share of a micro-batch in the step."""
-    gathered: RouterStatistics | None
+    batch_statistics: RouterStatistics | None
     """Statistics of the whole batch, of all MoE layers, if balance losses are linearized there."""
     train: bool
 
@@ -122,12 +122,13 @@ class Layers:
         self, statistics: RouterStatistics, full: Scan, first: Any, before: LayerSums | None
     ) -> dict[str, Array]:
         """Return the balancers' losses of these layers; they are sums over layers."""
-        if self.gathered is not None:
+        if self.batch_statistics is not None:
             number = statistics.counts.shape[0]
             start = min(stack.moe_layers.start for stack in full.stacks if stack.moe_layers)
             start += first * (number // self.scan.length)
             all_statistics = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, number, 0), self.gathered
+                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, number, 0),
+                self.batch_statistics,
             )
             return linearized_losses(self.model, statistics, all_statistics, self.share)
         past = None if before is None else before.statistics

@@ -87,10 +87,10 @@ def test_all_pages_give_bitwise_the_loss_of_the_whole_cache_and_few_another(para
         return compare_readings(MODEL, params, None, [held_out(prompt)], **given)
 
     found = losses(ALL)
-    assert found.selected == found.gathered and found.gathered.num_tokens == BATCH * PROMPT // 2
+    assert found.selected == found.complete and found.complete.num_tokens == BATCH * PROMPT // 2
     few = losses(FEW)
-    assert few.gathered == found.gathered
-    assert 1e-4 < abs(few.selected.nats_per_token - few.gathered.nats_per_token) < 1.0
+    assert few.complete == found.complete
+    assert 1e-4 < abs(few.selected.nats_per_token - few.complete.nats_per_token) < 1.0
 
 
 def test_all_pages_write_the_tokens_of_the_whole_cache(params, prompt):
