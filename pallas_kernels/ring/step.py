@@ -125,7 +125,7 @@ def check_transport(name: str, transport: str, kernels: Kernels) -> None:
         raise ValueError(
             f"{name}: transport='remote_dma' needs TPUs, and this program is for {platform()}: "
             "choose transport='ppermute', which runs everywhere (to try it without TPUs, call it "
-            "inside pallas_kernels.interpreter.interpreted())."
+            "inside pallas_kernels.interpreter.interpret_kernels())."
         )
     if kernels is not KERNELS["pallas_tpu"]:
         raise ValueError(

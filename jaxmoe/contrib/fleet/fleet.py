@@ -6,7 +6,7 @@
     copies = fleet.balance(now)                     # moves go on; what has to be copied for them
     plan, steps = fleet.start(number, now)          # for each instance
     events = fleet.apply(number, step, results, now)
-    fleet.copied(copy)
+    fleet.note_copy(copy)
 
 An engine executes steps and copies on devices, a simulator computes how long they take. All methods
 belong to one thread.

@@ -131,7 +131,7 @@ def test_sizes_and_places_that_lie_are_refused(example):
 
     def resealed(**values):
         one = dataclasses.replace(change.buckets[-1], **values)
-        one = dataclasses.replace(one, checksum=one.computed())
+        one = dataclasses.replace(one, checksum=one.compute_checksum())
         return dataclasses.replace(change, buckets=(*change.buckets[:-1], one))
 
     for values, message in (
