@@ -22,7 +22,7 @@ ARROWS = 0
 ORGANS = 106
 VAGUE_BINDINGS = 0.003
 PARTICIPLES = 20
-REPEATED_CLASSES = 5
+REPEATED_CLASSES = 4
 FLAGS = 115
 """Flags of `experiments.pretrain` with its default recipe and no choice made."""
 

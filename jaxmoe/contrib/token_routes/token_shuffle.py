@@ -145,7 +145,7 @@ def check_moved(num_tokens: int, num_devices: int, *, is_token_major: bool) -> N
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TokenOrder(TokenMoves):
+class ShuffledTokens(TokenMoves):
     """Order in which the tokens of a device travel: T/P for each device of the expert axes."""
 
     order: Int[Array, " T"]
@@ -198,7 +198,7 @@ def order_tokens(
     token_mask: Bool[Array, " T"],
     below: Int[Array, " T"],
     num_devices: int,
-) -> TokenOrder:
+) -> ShuffledTokens:
     """Return the order of the tokens of one device by their predicted devices.
 
     Args:
@@ -213,7 +213,7 @@ def order_tokens(
     """
     device, confidence = predict(tables, token_ids, below)
     priority = jnp.where(token_mask, confidence, -1.0)
-    return TokenOrder(*shuffle(device, priority, num_devices))
+    return ShuffledTokens(*shuffle(device, priority, num_devices))
 
 
 def _swap(rows: Float[Array, "T n"], axes: ExpertAxes) -> Float[Array, "T n"]:
@@ -222,7 +222,7 @@ def _swap(rows: Float[Array, "T n"], axes: ExpertAxes) -> Float[Array, "T n"]:
 
 
 def count_local(
-    expert_ids: Int[Array, "T K"], tokens: TokenOrder, num_experts: int, axes: ExpertAxes
+    expert_ids: Int[Array, "T K"], tokens: ShuffledTokens, num_experts: int, axes: ExpertAxes
 ) -> Float[Array, " 3"]:
     """Return the assignments of this device's tokens: all, local after shuffling, and without it.
 

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxmoe.contrib.token_routes.token_shuffle import (
-    TokenOrder,
+    ShuffledTokens,
     TokenTables,
     check_moved,
     order_tokens,
@@ -205,7 +205,7 @@ class TablesRoute(TokenRoute):
         token_mask: Bool[Array, " T"],
         below: Int[Array, " T"],
         num_devices: int,
-    ) -> TokenOrder:
+    ) -> ShuffledTokens:
         """Return the order of the tokens by the tables of their layer."""
         tables = load_tables(self.path).of_layer(layer)
         return order_tokens(tables, token_ids, token_mask, below, num_devices)

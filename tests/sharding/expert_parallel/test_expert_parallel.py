@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
-from jaxmoe.contrib.token_routes.token_shuffle import TokenOrder, shuffle
+from jaxmoe.contrib.token_routes.token_shuffle import ShuffledTokens, shuffle
 from jaxmoe.planning.hlo import collectives
 from pallas_kernels import grouped_swiglu
 from sharding.assignments import Assignments
@@ -134,7 +134,7 @@ def any_order(num_tokens, axes):
     devices = jax.lax.axis_size(axes.expert)
     key = jax.random.fold_in(jax.random.key(5), jax.lax.axis_index(axes.expert))
     wanted = jax.random.randint(key, (num_tokens,), 0, max(1, devices - 1), jnp.int32)
-    return TokenOrder(*shuffle(wanted, jax.random.uniform(key, (num_tokens,)), devices))
+    return ShuffledTokens(*shuffle(wanted, jax.random.uniform(key, (num_tokens,)), devices))
 
 
 def on_mesh(layout, config, *, order=None, moves_tokens=False):
