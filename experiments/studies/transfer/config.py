@@ -67,8 +67,8 @@ class TransferConfig:
     rates: tuple[float, ...] = (5.0,)
     """Number of rates, a factor of two apart around the arm's own; or at least three rates."""
     extend: int = 2
-    """Number of further rates to try where the best so far is the first or the last, or where
-    the largest point lacks the smallest one's best."""
+    """Further rates to try where the best is the first or the last, or where the largest point
+    lacks the smallest one's best."""
     seeds: int = 3
     """Trials at each rate; trial i of every point has the same key and order of data."""
     budget: float | None = None

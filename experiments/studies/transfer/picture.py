@@ -28,7 +28,7 @@ def draw_transfer(
     arms: Sequence[Row],
     *,
     axis: str,
-    label: str,
+    words: str,
     unit: str,
 ) -> None:
     """Draw one PNG file.
@@ -38,7 +38,7 @@ def draw_transfer(
         points: Rows of `point_row`.
         arms: Rows of `arm_row`.
         axis: Name of the axis.
-        label: Meaning of its value.
+        words: Meaning of its value.
         unit: Unit of the loss.
 
     Raises:
@@ -65,7 +65,7 @@ def draw_transfer(
         is_last = index == len(names) - 1
         left.set_xlabel("learning rate" if is_last else "")
         legend = "hollow: at an edge of the grid; band: a factor of two"
-        right.set_xlabel(f"{axis} ({label})\n{legend}" if is_last else "")
+        right.set_xlabel(f"{axis} ({words})\n{legend}" if is_last else "")
     save_figure(figure, path)
 
 
