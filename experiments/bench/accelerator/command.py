@@ -147,6 +147,8 @@ PARTS: tuple[BenchPart, ...] = (
 
 _COMPILE_SHARE = 0.5
 """Share of the time after which the measurements begin."""
+_REHEARSAL = 4
+"""How many times the limits of the parts a rehearsal on CPUs has: nothing in it is measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +183,8 @@ def bench_accelerator(config: AcceleratorBenchConfig) -> dict[str, Any]:
     parts = [part for part in PARTS if not config.parts or part.name in config.parts]
     start_time = time.monotonic()
     is_tiny = not _has_accelerator() if config.is_tiny is None else config.is_tiny
+    if is_tiny:
+        parts = [part.with_limits(_REHEARSAL) for part in parts]
     workers = config.workers or max(1, (os.cpu_count() or 2) // 2)
     summary: dict[str, Any] = {"is_tiny": is_tiny, "minutes": config.minutes, "outcomes": []}
 

@@ -51,6 +51,16 @@ class BenchPart:
         """Return the limit of a phase, seconds."""
         return self.compile_seconds if phase == "compile" else self.seconds
 
+    def with_limits(self, factor: float) -> BenchPart:
+        """Return the part with other limits.
+
+        Args:
+            factor: Multiple of the limits of both phases.
+        """
+        return dataclasses.replace(
+            self, seconds=factor * self.seconds, compile_seconds=factor * self.compile_seconds
+        )
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class PartOutcome:
