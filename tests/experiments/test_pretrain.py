@@ -38,7 +38,7 @@ from experiments import pretrain
 from jaxmoe.run.reporter import Reporter
 
 directory = pathlib.Path(sys.argv[sys.argv.index("--run.directory") + 1])
-trained = Reporter.trained
+trained = Reporter.log_steps
 
 def trained_and_killed(self, report):
     trained(self, report)
@@ -47,7 +47,7 @@ def trained_and_killed(self, report):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
-Reporter.trained = trained_and_killed
+Reporter.log_steps = trained_and_killed
 pretrain.main(sys.argv[1:])
 """
 

@@ -38,7 +38,7 @@ from jaxmoe.run.reporter import Reporter
 from tests.support.faults import read_batches
 from tests.faults.test_elastic import preempt_after
 
-Reporter.trained = preempt_after(int(sys.argv[1]))
+Reporter.log_steps = preempt_after(int(sys.argv[1]))
 with read_batches() as read:
     code = pretrain.main(sys.argv[3:])
 pathlib.Path(sys.argv[2]).write_text(json.dumps(read))

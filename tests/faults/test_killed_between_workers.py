@@ -28,7 +28,7 @@ from jaxmoe.run.reporter import Reporter
 
 step, *arguments = sys.argv[1:]
 directory = pathlib.Path(arguments[arguments.index("--run.directory") + 1])
-saved, trained = directory / "checkpoints" / step / "manifest", Reporter.trained
+saved, trained = directory / "checkpoints" / step / "manifest", Reporter.log_steps
 
 def trained_and_killed(self, report):
     trained(self, report)
@@ -37,7 +37,7 @@ def trained_and_killed(self, report):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
-Reporter.trained = trained_and_killed
+Reporter.log_steps = trained_and_killed
 pretrain.main(arguments)
 """
 

@@ -78,7 +78,7 @@ if moment == "saved":
             time.sleep(0.01)
         return report.steps[-1] == 5
 
-    Reporter.trained = then_end(Reporter.trained, wait_and_end)
+    Reporter.log_steps = then_end(Reporter.log_steps, wait_and_end)
 sys.exit(pretrain.main(arguments))
 """
 

@@ -117,7 +117,7 @@ start = sum(mark.exists() for mark in marks)
 from experiments import pretrain
 from jaxmoe.run.reporter import Reporter
 
-trained = Reporter.trained
+trained = Reporter.log_steps
 
 def kill(lost, *needed):
     while not all(path.exists() for path in needed):
@@ -137,7 +137,7 @@ def trained_and_killed(self, report):
         lost = step / "state" / "ocdbt.process_1"
         kill([*memories, lost], step / "files.json", step / "manifest")
 
-Reporter.trained = trained_and_killed
+Reporter.log_steps = trained_and_killed
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 

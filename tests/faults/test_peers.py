@@ -99,14 +99,14 @@ import os, sys
 from experiments import pretrain
 from jaxmoe.run.reporter import Reporter
 
-trained = Reporter.trained
+trained = Reporter.log_steps
 
 def trained_and_raises(self, report):
     trained(self, report)
     if os.environ["JAX_PROCESS_ID"] == "1" and report.steps[-1] >= 5:
         raise LookupError("broken on purpose")
 
-Reporter.trained = trained_and_raises
+Reporter.log_steps = trained_and_raises
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 

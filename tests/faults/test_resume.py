@@ -87,7 +87,7 @@ from experiments import pretrain
 from jaxmoe.run.reporter import Reporter
 
 os.setpgrp()
-trained = Reporter.trained
+trained = Reporter.log_steps
 
 def trained_and_killed(self, report):
     trained(self, report)
@@ -96,7 +96,7 @@ def trained_and_killed(self, report):
         print(f"shared segments: {shared}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-Reporter.trained = trained_and_killed
+Reporter.log_steps = trained_and_killed
 pretrain.main(sys.argv[1:])
 """
 

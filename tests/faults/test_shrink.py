@@ -30,7 +30,7 @@ is_second = first.exists()
 from experiments import pretrain
 from jaxmoe.run.reporter import Reporter
 
-trained = Reporter.trained
+trained = Reporter.log_steps
 
 def noted(self, report):
     trained(self, report)
@@ -42,7 +42,7 @@ def noted(self, report):
         first.write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-Reporter.trained = noted
+Reporter.log_steps = noted
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 

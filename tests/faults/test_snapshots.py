@@ -376,7 +376,7 @@ sys.addaudithook(note)
 from experiments import pretrain
 from jaxmoe.run.reporter import Reporter
 
-trained = Reporter.trained
+trained = Reporter.log_steps
 
 def wait(checkpoint, snapshot):
     needed = [memory.with_name(f"process{i}") / snapshot for i in range(4)]
@@ -404,7 +404,7 @@ def trained_and_killed(self, report):
         wait("10", "12")
         kill("process1", "process3")
 
-Reporter.trained = trained_and_killed
+Reporter.log_steps = trained_and_killed
 sys.exit(pretrain.main(sys.argv[1:]))
 """
 

@@ -156,7 +156,7 @@ def layout(assembly: Assembly, directory: pathlib.Path) -> dict[str, str]:
 
 
 def _watches(assembly: Assembly, directory: pathlib.Path) -> Watches:
-    reporter: Any = types.SimpleNamespace(watched=None, flush=None)
+    reporter: Any = types.SimpleNamespace(log_numbers=None, flush=None)
     return Watches(
         RunDirectory(directory), assembly, reporter, Stopwatch(START), 0, watchdog=_NOTHING
     )
