@@ -22,7 +22,7 @@ from jaxmoe.planning.abstract_step import abstract_state, shapes_after
 from jaxmoe.planning.attached import attached_chip
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.plan import RunPlan, check_mesh, make_plan
-from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.accumulation import accumulation_of
 from jaxmoe.training.feed import Feed, LoaderFeed
 from jaxmoe.training.parts.update import Update
 from jaxmoe.training.replicas import OneWorker

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -243,47 +242,6 @@ def _is_imported(manager: CheckpointManager, step: int | None) -> bool:
     if step is None:
         return False
     return not any(path.startswith("opt_state") for path in manager.shared_manifest(step).arrays)
-
-
-def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
-    """Refuse to train a run that serves inference only.
-
-    Args:
-        directory: Run directory, new or not.
-        config: Configuration of this start.
-
-    Raises:
-        ValueError: The directory holds imported or quantised weights, or the precision is one for
-            inference.
-    """
-    has_adapter = config.model.adapter is not None
-    config.execution.precision.check_trains(has_adapter=has_adapter)
-    if not config.data.has_rows:
-        raise ValueError(
-            f"data:{config.data.name} has no rows to train on: choose data, such as data:files"
-            " --data.path 'docs/**/*.md'"
-        )
-    if is_huggingface(directory.path):
-        raise ValueError(
-            f"run.directory={directory.path} holds a Hugging Face model: choose another directory"
-            " with --run.directory"
-        )
-    if not directory.has_config():
-        return
-    if (directory.summary() or {}).get("status") == "imported":
-        raise ValueError(
-            f"run.directory={directory.path} holds weights that were imported, without an"
-            " optimiser's state: choose another directory with --run.directory"
-        )
-    weights: Any = directory.config_json()
-    for name in ("execution", "precision", "weights"):
-        weights = weights.get(name) if isinstance(weights, dict) else None
-    if weights not in (None, "floating") and not has_adapter:
-        raise ValueError(
-            f"run.directory={directory.path} holds a run whose weights were rounded to {weights},"
-            " for inference: train the one that it came from, or choose another directory with"
-            " --run.directory"
-        )
 
 
 def describe_precision(assembly: Assembly) -> str:

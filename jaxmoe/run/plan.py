@@ -24,7 +24,7 @@ from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.accumulation import accumulation_of
 from jaxmoe.training.pipeline import check_pipeline
 from sharding import axes as ax
 from sharding.mesh import MeshConfig, named_sizes

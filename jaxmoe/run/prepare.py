@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import jax
 
 from jaxmoe.checkpoint import CheckpointManager
+from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.run.assemble import Assembly, Setting, assemble, describe_devices
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import check_trains
 from jaxmoe.run.parts import RunPart, make_parts
 from jaxmoe.run.provenance.lineage import check_config, config_check, record_source
 from jaxmoe.run.provenance.saved import keep_tokenizer
@@ -144,3 +145,44 @@ def record_devices(directory: RunDirectory, assembly: Assembly) -> None:
             [device for device in jax.devices() if device not in mesh_devices]
         ),
     )
+
+
+def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
+    """Refuse to train a run that serves inference only.
+
+    Args:
+        directory: Run directory, new or not.
+        config: Configuration of this start.
+
+    Raises:
+        ValueError: The directory holds imported or quantised weights, or the precision is one for
+            inference.
+    """
+    has_adapter = config.model.adapter is not None
+    config.execution.precision.check_trains(has_adapter=has_adapter)
+    if not config.data.has_rows:
+        raise ValueError(
+            f"data:{config.data.name} has no rows to train on: choose data, such as data:files"
+            " --data.path 'docs/**/*.md'"
+        )
+    if is_huggingface(directory.path):
+        raise ValueError(
+            f"run.directory={directory.path} holds a Hugging Face model: choose another directory"
+            " with --run.directory"
+        )
+    if not directory.has_config():
+        return
+    if (directory.summary() or {}).get("status") == "imported":
+        raise ValueError(
+            f"run.directory={directory.path} holds weights that were imported, without an"
+            " optimiser's state: choose another directory with --run.directory"
+        )
+    weights: Any = directory.config_json()
+    for name in ("execution", "precision", "weights"):
+        weights = weights.get(name) if isinstance(weights, dict) else None
+    if weights not in (None, "floating") and not has_adapter:
+        raise ValueError(
+            f"run.directory={directory.path} holds a run whose weights were rounded to {weights},"
+            " for inference: train the one that it came from, or choose another directory with"
+            " --run.directory"
+        )

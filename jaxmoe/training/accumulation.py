@@ -222,3 +222,8 @@ def split_rows(rows: Array, accumulation: int, placement: Placement) -> Array:
     strided = rows.reshape(number // accumulation, accumulation, *rows.shape[1:])
     micro = jnp.moveaxis(strided, 1, 0)
     return placement.place(micro, (None, ax.ACT_BATCH) + (None,) * (micro.ndim - 2))
+
+
+def accumulation_of(rows: int, batch_size: int, accumulation: int) -> int:
+    """Return the micro-batches of `rows` rows, none larger than those of a full batch."""
+    return -(-accumulation * rows // batch_size)

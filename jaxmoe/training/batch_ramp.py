@@ -94,8 +94,3 @@ class BatchRampConfig:
             return schedule(step) * law
 
         return factor
-
-
-def accumulation_of(rows: int, batch_size: int, accumulation: int) -> int:
-    """Return the micro-batches of `rows` rows, none larger than those of a full batch."""
-    return -(-accumulation * rows // batch_size)

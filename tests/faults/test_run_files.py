@@ -19,7 +19,7 @@ from jaxmoe.resilience.goodput import StartRecord, read_ledger
 from jaxmoe.resilience.lease import Lease
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.load import check_trains
+from jaxmoe.run.prepare import check_trains
 from jaxmoe.run.provenance.lineage import Event, read_lineage
 from jaxmoe.run.restore import read_skipped
 from jaxmoe.tracking.jsonl import read_metrics

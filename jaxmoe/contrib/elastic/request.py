@@ -30,7 +30,7 @@ from jaxmoe.json_bounds import read_text as bounded_text
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import check_mesh, make_plan
-from jaxmoe.training.batch_ramp import accumulation_of
+from jaxmoe.training.accumulation import accumulation_of
 from sharding.mesh import MeshConfig
 
 _MOST = 1 << 16

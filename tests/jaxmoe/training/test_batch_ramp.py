@@ -11,7 +11,8 @@ import pytest
 from jaxmoe.data import DataError, Loader, MarkovConfig
 from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.optim import LinearConfig
-from jaxmoe.training.batch_ramp import BatchRampConfig, accumulation_of
+from jaxmoe.training.accumulation import accumulation_of
+from jaxmoe.training.batch_ramp import BatchRampConfig
 
 SIZES = BatchSizes(((0, 2), (3, 4), (6, 8)))
 
