@@ -18,7 +18,17 @@ import numpy as np
 
 from tests.fuzz.outcome import Outcome
 
-KINDS = ("meshes", "pipelines", "pairs", "rows", "huggingface", "checkpoints", "data", "names")
+KINDS = (
+    "meshes",
+    "pipelines",
+    "pairs",
+    "traces",
+    "rows",
+    "huggingface",
+    "checkpoints",
+    "data",
+    "names",
+)
 """Modules of `tests/fuzz/` with `check(rng, place)`."""
 
 
