@@ -14,6 +14,7 @@ from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.fleet.fleet_scaling import FleetScaling
 from jaxmoe.contrib.fleet.resharding import BusyError, Resharder
 from jaxmoe.contrib.fleet.scaling import ScalingConfig, Wanted
+from jaxmoe.contrib.fleet.scaling.base import Need
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,16 @@ class EngineScaling(FleetScaling):
         Raises:
             ValueError: The policy needs what is missing.
         """
-        options = {"has_hardware": hardware is not None, "has_layouts": has_layouts}
-        config.check(roles=fleet.roles, has_power=False, **options)
+        is_missing: dict[Need, bool] = {
+            "power": True,
+            "hardware": hardware is None,
+            "layouts": not has_layouts,
+        }
+        config.check(roles=fleet.roles, lacks=[need for need in is_missing if is_missing[need]])
         self._times = hardware
         self._resharder = resharder
-        self._is_elastic = config.changes_chips
-        self._has_mesh = has_layouts and config.needs_hardware
+        self._is_elastic = "layouts" in config.needs
+        self._has_mesh = has_layouts and "hardware" in config.needs
         self._clock = clock
         self._post = post
         super().__init__(fleet, config, clock())

@@ -48,7 +48,7 @@ class FleetSizesConfig(ServerConfig):
         if self.instances < 1:
             raise ValueError(f"engine.instances={self.instances} must be at least 1")
         roles = self.dispatch.roles(self.instances)
-        self.scaling.check(roles=roles, has_power=False, has_objectives=False)
+        self.scaling.check(roles=roles, lacks=("power", "objectives"))
 
     def open(self, checkpoint: ServedCheckpoint) -> Served:
         """Start an engine of all instances, which takes `POST /reshard`.
@@ -87,7 +87,7 @@ class FleetSizesConfig(ServerConfig):
             )
             opened = Opened(executors[0], backend.config(self), {})
         times = None
-        if self.scaling.needs_hardware:
+        if "hardware" in self.scaling.needs:
             times = MeasuredSteps.of(executors[0], math.prod(executors[0].mesh.sizes))
         engine = FleetEngine(
             executors,

@@ -7,8 +7,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 from jaxmoe.contrib.fleet.dispatch import FleetView
 from jaxmoe.serve.facts import Facts, WorkPart
@@ -81,6 +81,25 @@ class Wanted:
 
 Scaler = Callable[[ScalingView], Wanted]
 
+Need = Literal["equal_roles", "power", "hardware", "layouts", "objectives"]
+"""What a policy may need of a fleet: instances that all do everything; watts and clocks; the time
+of a step; layouts on other devices; requests with limits of their own."""
+
+_REASONS: Final[Mapping[Need, str]] = {
+    "equal_roles": "lets instances join and drain, which have roles here: choose scaling 'fixed',"
+    " or a dispatch policy without roles",
+    "power": "needs the power of devices and sets their clocks, which a real engine cannot: choose"
+    " 'fixed', 'slo' or 'elastic_experts', or compare it by simulation with experiments.serving"
+    " simulate",
+    "hardware": "asks how long a step takes: give the engine hardware, such as the MeasuredSteps of"
+    " an executor, or choose scaling 'fixed'",
+    "layouts": "lays instances out on other devices: give the engine layouts, such as MeshLayouts,"
+    " or choose scaling 'slo' or 'fixed'",
+    "objectives": "serves requests within scaling.ttft and scaling.tpot, which are infinite: set"
+    " one to the seconds that you promise, or choose 'fixed'",
+}
+"""What a policy does with each, and the way out of a fleet without it."""
+
 _NO_LIMITS = LatencyObjective()
 
 
@@ -89,14 +108,11 @@ class ScalingConfig(abc.ABC):
     """A scaling policy."""
 
     name: ClassVar[str]
-    changes_instances: ClassVar[bool] = False
-    """Whether instances join and drain."""
-    changes_chips: ClassVar[bool] = False
-    """Whether instances go on with other numbers of devices."""
-    needs_hardware: ClassVar[bool] = False
-    """Whether the policy asks how long a step takes."""
-    needs_power: ClassVar[bool] = False
-    """Whether it asks for watts and sets clocks."""
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What a fleet has to have for the policy."""
+        return ()
 
     @property
     @abc.abstractmethod
@@ -115,59 +131,26 @@ class ScalingConfig(abc.ABC):
         """
         return num_instances
 
-    def check(
-        self,
-        *,
-        roles: Sequence[str],
-        has_hardware: bool = True,
-        has_layouts: bool = True,
-        has_power: bool = True,
-        has_objectives: bool = True,
-    ) -> None:
+    def check(self, *, roles: Sequence[str], lacks: Collection[Need] = ()) -> None:
         """Raise if a fleet lacks what the policy needs.
 
         Args:
             roles: What each instance does.
-            has_hardware: Whether the time of a step is known.
-            has_layouts: Whether instances can be laid out on other devices.
-            has_power: Whether power is measured and clocks can be set.
-            has_objectives: Whether requests may bring limits of their own.
+            lacks: What else the fleet does not have.
 
         Raises:
             ValueError: Names the policy and what is missing.
         """
-        del has_objectives
-        missing = None
-        if self.changes_instances and set(roles) != {"both"}:
-            missing = (
-                "lets instances join and drain, which have roles here: choose scaling 'fixed', or a"
-                " dispatch policy without roles"
-            )
-        elif self.needs_power and not has_power:
-            missing = (
-                "needs the power of devices and sets their clocks, which a real engine cannot:"
-                " choose 'fixed', 'slo' or 'elastic_experts', or compare it by simulation with"
-                " experiments.serving simulate"
-            )
-        elif self.needs_hardware and not has_hardware:
-            missing = (
-                "asks how long a step takes: give the engine hardware, such as the MeasuredSteps of"
-                " an executor, or choose scaling 'fixed'"
-            )
-        elif self.changes_chips and not has_layouts:
-            missing = (
-                "lays instances out on other devices: give the engine layouts, such as MeshLayouts,"
-                " or choose scaling 'slo' or 'fixed'"
-            )
-        if missing is not None:
-            raise ValueError(f"scaling={self.name!r} {missing}")
+        has_roles = set(roles) != {"both"}
+        for need, reason in _REASONS.items():
+            is_missing = has_roles if need == "equal_roles" else need in lacks
+            if is_missing and need in self.needs:
+                raise ValueError(f"scaling={self.name!r} {reason}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RateScalingConfig(ScalingConfig):
     """A policy that compares the rate of requests with that of an instance at their objective."""
-
-    needs_hardware: ClassVar[bool] = True
 
     interval: float = 60.0
     """Seconds between two decisions."""
@@ -190,18 +173,15 @@ class RateScalingConfig(ScalingConfig):
             )
 
     @property
+    def needs(self) -> tuple[Need, ...]:
+        """The time of a step; and requests with limits, where the policy has none itself."""
+        is_limited = math.isfinite(min(self.ttft, self.tpot))
+        return ("hardware",) if is_limited else ("hardware", "objectives")
+
+    @property
     def seconds(self) -> float:
         """Seconds between two decisions."""
         return self.interval
-
-    def check(self, *, roles: Sequence[str], has_objectives: bool = True, **options: bool) -> None:
-        """Raise also where no request would have a limit: the policy would never act."""
-        super(RateScalingConfig, self).check(roles=roles, **options)
-        if not has_objectives and math.isinf(self.ttft) and math.isinf(self.tpot):
-            raise ValueError(
-                f"scaling={self.name!r} serves requests within scaling.ttft and scaling.tpot, which"
-                " are infinite: set one to the seconds that you promise, or choose 'fixed'"
-            )
 
     def rate(self, hardware: Hardware, view: ScalingView) -> float:
         """Return the requests per second to load an instance with; infinite without requests.

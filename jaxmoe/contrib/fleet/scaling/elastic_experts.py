@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.contrib.fleet.scaling.base import RateScalingConfig, Scaler, ScalingView, Wanted
+from jaxmoe.contrib.fleet.scaling.base import Need, RateScalingConfig, Scaler, ScalingView, Wanted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +22,6 @@ class ElasticExpertsConfig(RateScalingConfig):
 
     name: ClassVar[str] = "elastic_experts"
 
-    changes_chips: ClassVar[bool] = True
-
     most: int = 8
     """Devices of an instance at most."""
 
@@ -31,6 +29,11 @@ class ElasticExpertsConfig(RateScalingConfig):
         super(ElasticExpertsConfig, self).__post_init__()
         if self.most < 1:
             raise ValueError(f"scaling.most={self.most} must be at least 1")
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What a policy of rates needs; and layouts on other numbers of devices."""
+        return (*super(ElasticExpertsConfig, self).needs, "layouts")
 
     def build(self) -> Scaler:
         """Return the policy for one fleet."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxmoe.contrib.fleet.scaling.base import Scaler, ScalingConfig, ScalingView, Wanted
+from jaxmoe.contrib.fleet.scaling.base import Need, Scaler, ScalingConfig, ScalingView, Wanted
 from jaxmoe.serve.view import InstanceView
 
 
@@ -27,7 +27,6 @@ class PolcaConfig(ScalingConfig):
     """Clocks by a power budget."""
 
     name: ClassVar[str] = "polca"
-    needs_power: ClassVar[bool] = True
 
     budget: float = 0.75
     """Power budget as a share of the peak power of all instances."""
@@ -54,6 +53,11 @@ class PolcaConfig(ScalingConfig):
             )
         if not all(0 < clock <= 1 for clock in self.clocks):
             raise ValueError(f"scaling.clocks={self.clocks} must lie in (0, 1]")
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """Watts, and clocks to set."""
+        return ("power",)
 
     @property
     def seconds(self) -> float:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from jaxmoe.contrib.fleet.scaling.base import RateScalingConfig, Scaler, ScalingView, Wanted
+from jaxmoe.contrib.fleet.scaling.base import Need, RateScalingConfig, Scaler, ScalingView, Wanted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,6 @@ class SLOConfig(RateScalingConfig):
     """Instances that the predicted rate needs."""
 
     name: ClassVar[str] = "slo"
-    changes_instances: ClassVar[bool] = True
 
     least: int = 1
     """Instances at the beginning and at least."""
@@ -30,6 +29,11 @@ class SLOConfig(RateScalingConfig):
         super(SLOConfig, self).__post_init__()
         if self.least < 1:
             raise ValueError(f"scaling.least={self.least} must be at least 1")
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What a policy of rates needs; and instances that all do everything, to join and drain."""
+        return (*super(SLOConfig, self).needs, "equal_roles")
 
     def first(self, num_instances: int) -> int:
         """Return the least instances."""

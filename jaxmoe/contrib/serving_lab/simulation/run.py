@@ -154,6 +154,7 @@ class Simulation:
         if not self._events:
             return
         if (decision := self.scaling.decide(self.now)) is not None:
+            self.scaling.switch_on(self.now, decision.instances or 0)
             end = self.now + decision.delay
             self._at(end, lambda: self.scaling.change(self.now, decision))
         self._decide_later(self.now)

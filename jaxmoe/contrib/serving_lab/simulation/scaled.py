@@ -40,7 +40,7 @@ class SimulatedScaling(FleetScaling):
         self._joules = 0.0
         self._is_on = [False] * number
         super().__init__(fleet, config)
-        self._switch_on(0.0, fleet.num_open)
+        self.switch_on(0.0, fleet.num_open)
 
     @property
     def hardware(self) -> Roofline:
@@ -59,13 +59,6 @@ class SimulatedScaling(FleetScaling):
         self._joules = self._meter.joules
         peak = len(self.costs) * self.num_chips * self.costs[0].chip.peak_watts
         return self.powers[-1], peak
-
-    def decide(self, now: float) -> Wanted | None:
-        """Ask the policy, and switch on what is to join."""
-        decision = super().decide(now)
-        if decision is not None:
-            self._switch_on(now, decision.instances or 0)
-        return decision
 
     def carry_out(self, now: float, decision: Wanted) -> None:
         """Change clocks and devices."""
@@ -90,7 +83,13 @@ class SimulatedScaling(FleetScaling):
                 self._is_on[number] = False
                 self._meter.change(now, -self.costs[number].idle_watts)
 
-    def _switch_on(self, now: float, count: int) -> None:
+    def switch_on(self, now: float, count: int) -> None:
+        """Switch the first instances on, those that join while their weights are read too.
+
+        Args:
+            now: Seconds on the simulated clock.
+            count: Instances.
+        """
         for number in range(count):
             if not self._is_on[number]:
                 self._is_on[number] = True
