@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 Item = Hashable
@@ -44,41 +44,29 @@ class ItemCache(abc.ABC):
         """
         del number, use, is_hit
 
-    def note_load(self, number: int, item: Item) -> None:
-        """Take note that an item was stored, after a miss or ahead of its use."""
-        del number, item
-
     @abc.abstractmethod
-    def victim(self, number: int, items: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Mapping[Item, int]) -> Item:
         """Return the item to evict.
 
         Args:
             number: Place in the trace.
-            items: Items that may be evicted; at least one.
+            items: Items that may be evicted, at least one, with the place in the trace at which
+                each was stored, after a miss or ahead of its use.
         """
 
-    def stores(self, number: int, use: Use, items: Mapping[Item, float], capacity: float) -> bool:
-        """Return whether a missed item is stored; all are by default.
+    def admit(
+        self, number: int, use: Use, items: Mapping[Item, float], capacity: float
+    ) -> Sequence[Item] | None:
+        """Return the items that go for a missed item, room or not; none by default.
 
         Args:
             number: Place in the trace.
             use: Use that missed.
             items: Bytes of the items in the cache.
             capacity: Bytes of the cache.
-        """
-        del number, use, items, capacity
-        return True
 
-    def displace(
-        self, number: int, use: Use, items: Mapping[Item, float], capacity: float
-    ) -> Sequence[Item]:
-        """Return items that go for a missed item, room or not; none by default.
-
-        Args:
-            number: Place in the trace.
-            use: Use that missed and is stored.
-            items: Bytes of the items in the cache.
-            capacity: Bytes of the cache.
+        Returns:
+            Items of the cache; None where the missed item is not stored.
         """
         del number, use, items, capacity
         return ()

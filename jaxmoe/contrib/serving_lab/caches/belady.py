@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.caches.base import Item, ItemCache, ItemCacheConfig, Use
@@ -34,13 +34,15 @@ class _Belady(ItemCache):
         for number, use in enumerate(trace):
             self._places.setdefault(use.item, []).append(number)
 
-    def stores(self, number: int, use: Use, items: Mapping[Item, float], capacity: float) -> bool:
+    def admit(
+        self, number: int, use: Use, items: Mapping[Item, float], capacity: float
+    ) -> Sequence[Item] | None:
         if sum(items.values()) + use.size <= capacity or not items:
-            return True
+            return ()
         farthest = max(self._following(number, item) for item in items)
-        return self._following(number, use.item) < farthest
+        return () if self._following(number, use.item) < farthest else None
 
-    def victim(self, number: int, items: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Mapping[Item, int]) -> Item:
         return max(items, key=lambda item: self._following(number, item))
 
     def _following(self, number: int, item: Item) -> float:

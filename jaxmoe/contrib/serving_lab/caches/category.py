@@ -108,21 +108,19 @@ class _Category(LRU):
     def is_valid(self, use: Use) -> bool:
         return use.time - self._stored[use.item] < self._terms(use).lifetime
 
-    def stores(self, number: int, use: Use, items: Mapping[Item, float], capacity: float) -> bool:
-        terms = self._terms(use)
-        uses, hits = self._counts.get(use.category, (0, 0))
-        if uses >= terms.trial and hits < terms.search_cost / terms.saved * uses:
-            return False
-        return use.size <= terms.quota * capacity
-
-    def displace(
+    def admit(
         self, number: int, use: Use, items: Mapping[Item, float], capacity: float
-    ) -> Sequence[Item]:
-        room = self._terms(use).quota * capacity
+    ) -> Sequence[Item] | None:
+        terms = self._terms(use)
+        room = terms.quota * capacity
+        uses, hits = self._counts.get(use.category, (0, 0))
+        is_judged = uses >= terms.trial
+        if use.size > room or (is_judged and hits < terms.search_cost / terms.saved * uses):
+            return None
         sizes = {i: size for i, size in items.items() if self._categories[i] == use.category}
         gone = []
         while sizes and math.fsum((use.size, *sizes.values())) > room:
-            gone.append(self.victim(number, sizes))
+            gone.append(min(sizes, key=lambda item: self.last[item]))
             del sizes[gone[-1]]
         return gone
 

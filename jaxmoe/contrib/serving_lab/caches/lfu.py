@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.caches.base import Item, ItemCache, ItemCacheConfig, Use
@@ -31,5 +31,5 @@ class _LFU(ItemCache):
         count, _ = self._uses.get(use.item, (0, 0))
         self._uses[use.item] = (count + 1, number)
 
-    def victim(self, number: int, items: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Mapping[Item, int]) -> Item:
         return min(items, key=lambda item: self._uses[item])

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.caches.base import Item, ItemCache, ItemCacheConfig, Use
@@ -28,16 +28,12 @@ class LRU(ItemCache):
 
     def __init__(self) -> None:
         self.last: dict[Item, int] = {}
-        """Place of the last use or load of each item."""
+        """Place of the last use of each item."""
 
     def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
         """Take note of a use."""
         self.last[use.item] = number
 
-    def note_load(self, number: int, item: Item) -> None:
-        """Take note of a load."""
-        self.last[item] = number
-
-    def victim(self, number: int, items: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Mapping[Item, int]) -> Item:
         """Return the item that was not used for the longest time."""
         return min(items, key=lambda item: self.last[item])

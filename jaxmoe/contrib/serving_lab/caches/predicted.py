@@ -9,11 +9,10 @@ batch; when the router has spoken, its choice replaces the prediction.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.caches.base import Item, ItemCache, ItemCacheConfig, Use
-from jaxmoe.contrib.serving_lab.caches.lru import LRU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,23 +34,25 @@ class PredictedConfig(ItemCacheConfig):
         return _Predicted(self.ahead)
 
 
-class _Predicted(LRU):
+class _Predicted(ItemCache):
     def __init__(self, ahead: int):
-        super().__init__()
+        self._last: dict[Item, int] = {}
         self._ahead = ahead
         self._expected: dict[Item, int] = {}
 
     def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
-        super().note_use(number, use, is_hit=is_hit)
+        self._last[use.item] = number
         self._expected.pop(use.item, None)
         if use.expected:
             self._expected = {item: place for place, item in enumerate(use.expected)}
 
-    def victim(self, number: int, items: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Mapping[Item, int]) -> Item:
         def key(item: Item) -> tuple[int, int]:
-            # Unexpected ones first, by their last use; then what is expected last.
+            # Unexpected ones first, by their last use or load; then what is expected last.
             place = self._expected.get(item)
-            return (0, self.last[item]) if place is None else (1, -place)
+            if place is not None:
+                return (1, -place)
+            return (0, max(self._last.get(item, -1), items[item]))
 
         return min(items, key=key)
 

@@ -84,6 +84,7 @@ class BoundedCache:
         self.capacity = capacity
         self.sizes = sizes
         self.held: dict[Item, float] = {}
+        self._stored: dict[Item, int] = {}
         self.loads = 0
         self.bytes_loaded = self.bytes_missed = 0.0
         self._number = 0
@@ -106,8 +107,9 @@ class BoundedCache:
                 self._drop(use.item)
             self.loads += 1
             self.bytes_loaded += use.size
-            if self.policy.stores(number, use, self.held, self.capacity):
-                for item in self.policy.displace(number, use, self.held, self.capacity):
+            displaced = self.policy.admit(number, use, self.held, self.capacity)
+            if displaced is not None:
+                for item in displaced:
                     self._drop(item)
                 self._store(number, use.item, set())
         self.policy.note_use(number, use, is_hit=is_hit)
@@ -141,15 +143,16 @@ class BoundedCache:
         ):
             return False
         while math.fsum((size, *self.held.values())) > self.capacity:
-            self._drop(self.policy.victim(number, [i for i in self.held if i not in protected]))
+            candidates = {i: place for i, place in self._stored.items() if i not in protected}
+            self._drop(self.policy.victim(number, candidates))
         self.held[item] = size
-        self.policy.note_load(number, item)
+        self._stored[item] = number
         if self._on_load is not None:
             self._on_load(item)
         return True
 
     def _drop(self, item: Item) -> None:
         """Remove an item."""
-        del self.held[item]
+        del self.held[item], self._stored[item]
         if self._on_drop is not None:
             self._on_drop(item)

@@ -11,7 +11,7 @@ batch; here a use brings those of the whole batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.caches.base import Item, ItemCache, ItemCacheConfig, Use
@@ -63,7 +63,7 @@ class _Scores(ItemCache):
             new = use.scores[item] if item in top else 0.0
             self._scores[item] = weight * new + (1 - weight) * self._scores.get(item, 0.0)
 
-    def victim(self, number: int, items: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Mapping[Item, int]) -> Item:
         return min(items, key=lambda item: self._scores.get(item, 0.0))
 
     def prefetch(self, number: int, use: Use) -> Sequence[Item]:

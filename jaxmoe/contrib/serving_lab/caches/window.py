@@ -8,7 +8,7 @@ Source: TPI-LLM (arXiv:2410.00531): the next layers are read while one is comput
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.caches.base import Item, ItemCache, ItemCacheConfig, Use
@@ -43,7 +43,7 @@ class _Window(ItemCache):
     def note_use(self, number: int, use: Use, *, is_hit: bool) -> None:
         self._now = self._place[use.item]
 
-    def victim(self, number: int, items: Collection[Item]) -> Item:
+    def victim(self, number: int, items: Mapping[Item, int]) -> Item:
         """Return the item that the cycle reaches last."""
         return max(items, key=lambda item: (self._place[item] - self._now - 1) % len(self._cycle))
 
