@@ -228,10 +228,9 @@ class Instance:
             sequence = self.queues.sequences[work.id]
             sequence.is_busy = False
             sequence.last_step = now
-            if self._advance(sequence, work):
-                self.num_computed += len(work.tokens)
-                if work.draws and not sequence.is_cancelled:
-                    events += self._write(sequence, results[work.id], now)
+            is_written = work.draws and not sequence.is_cancelled
+            result = results[work.id] if is_written else None
+            events += self._take_over(sequence, work, result, now)
             if sequence.is_cancelled and sequence.state != "finished":
                 events.append(self.end(sequence, "cancelled"))
         self.check()
@@ -371,15 +370,25 @@ class Instance:
             adapter=sequence.request.adapter,
         )
 
-    def _advance(self, sequence: Sequence, work: Work) -> bool:
-        """Take over computed tokens; return whether the work is done in all layers."""
+    def _take_over(
+        self, sequence: Sequence, work: Work, result: Any, now: float
+    ) -> tuple[Event, ...]:
+        """Take over computed tokens; return the events of what they write.
+
+        Args:
+            sequence: Sequence of the work.
+            work: Work of a step.
+            result: Result of the work; None where it draws nothing, or after a cancellation.
+            now: Seconds on the instance's clock.
+        """
+        self.num_computed += len(work.tokens)
         sequence.computed += len(work.tokens)
         if self.has_sharing:
             names = sequence.names()
             for number in range(sequence.named, sequence.computed // self.facts.page_size):
                 self.pool.name(sequence.pages[number], names[number])
                 sequence.named = number + 1
-        return True
+        return () if result is None else self._write(sequence, result, now)
 
     def _write(self, sequence: Sequence, result: Result, now: float) -> tuple[Event, ...]:
         sampling = sequence.request.sampling

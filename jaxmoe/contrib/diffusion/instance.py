@@ -119,11 +119,15 @@ class RowsInstance(Instance):
             num_steps=row.num_steps,
         )
 
-    def _advance(self, sequence: Sequence, work: Work) -> bool:
+    def _take_over(
+        self, sequence: Sequence, work: Work, result: Any, now: float
+    ) -> tuple[Event, ...]:
+        self.num_computed += len(work.tokens)
         self._rows[sequence.id].done += 1
-        return True
+        return () if result is None else self._fill(sequence, result, now)
 
-    def _write(self, sequence: Sequence, result: Any, now: float) -> tuple[Event, ...]:
+    def _fill(self, sequence: Sequence, result: FilledRow, now: float) -> tuple[Event, ...]:
+        """Return the tokens behind which every position is filled, and the end of a whole row."""
         row = self._rows[sequence.id]
         events = list[Event]()
         logprobs = row.held.logprobs + result.logprobs

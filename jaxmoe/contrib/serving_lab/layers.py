@@ -7,12 +7,13 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.facts import Facts, Victim
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import EvictionKind, Plan, PlanError, PromptPiece
-from jaxmoe.serve.requests import End, EndReason
+from jaxmoe.serve.requests import End, EndReason, Event
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep, Work
 from jaxmoe.serve.view import InstanceView
@@ -178,13 +179,15 @@ class LayersInstance(Instance):
         fields["draws"] = work.draws and layers[1] == self.facts.num_layers
         return LayersWork(**fields, layers=layers)
 
-    def _advance(self, sequence: Sequence, work: Work) -> bool:
+    def _take_over(
+        self, sequence: Sequence, work: Work, result: Any, now: float
+    ) -> tuple[Event, ...]:
         if isinstance(work, LayersWork) and work.layers[1] < self.facts.num_layers:
             self._progress[work.id] = LayerProgress(work.layers[1], len(work.tokens))
             sequence.is_busy = True
-            return False
+            return ()
         self._progress.pop(work.id, None)
-        return super()._advance(sequence, work)
+        return super()._take_over(sequence, work, result, now)
 
 
 def layers_of(work: Work) -> Layers | None:
