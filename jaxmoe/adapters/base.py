@@ -145,9 +145,6 @@ class Adapter(ParameterView, abc.ABC):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     """Key in the registry."""
-    has_factors: ClassVar[bool] = False
-    """Whether it adds products of two factors to matrices, all with ranks and scales as
-    `LoraConfig` has them."""
     has_view: ClassVar[bool] = False
     """Whether it has `rewrite`, see `jaxmoe/adapters/view.py`."""
     has_after_step: ClassVar[bool] = False

@@ -34,7 +34,7 @@ class FactorsConfig(Adapter):
     """Inner width of the factors."""
     expert_rank: int | None = None
     """Inner width for each routed expert; rank / experts, at least 1, when None."""
-    alpha: float = 32.0
+    alpha: float
     """The addition is multiplied with alpha over the inner width of the matrix's own factors: rank,
     and for routed experts expert_rank, whose additions are larger by rank / expert_rank."""
     targets: TargetsConfig = TargetsConfig()
@@ -54,15 +54,6 @@ class FactorsConfig(Adapter):
         targets = " ".join(self.targets.roles)
         return f"{self.name} rank {self.rank}, alpha {self.alpha:g}, on {targets}"
 
-    def table(
-        self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
-    ) -> ParameterTable:
-        """Return the table with frozen rows and the factors; see `Adapter.table`."""
-        rows = [frozen(row) for row in base]
-        for row, is_adapted in self.found(base, layers):
-            rows += self.rows_of(row, is_adapted, rules)
-        return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
-
     def found(
         self, base: ParameterTable, layers: Layers
     ) -> list[tuple[ParameterSpec, tuple[bool, ...]]]:
@@ -77,6 +68,28 @@ class FactorsConfig(Adapter):
         """
         return self.targets.matrices_in(base, layers)
 
+    def rank_of(self, row: ParameterSpec) -> int:
+        """Return the inner width of the factors of a target."""
+        if ax.EXPERTS not in row.declaration.axes:
+            return self.rank
+        if self.expert_rank is not None:
+            return self.expert_rank
+        return max(1, self.rank // row.shape[row.declaration.axes.index(ax.EXPERTS)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixFactorsConfig(FactorsConfig):
+    """A low-rank addition to each target with factors of its own; all else is frozen."""
+
+    def table(
+        self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
+    ) -> ParameterTable:
+        """Return the table with frozen rows and the factors; see `Adapter.table`."""
+        rows = [frozen(row) for row in base]
+        for row, is_adapted in self.found(base, layers):
+            rows += self.rows_of(row, is_adapted, rules)
+        return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
+
     @abc.abstractmethod
     def rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
@@ -88,18 +101,6 @@ class FactorsConfig(Adapter):
             is_adapted: Whether each of its layers has one; of a matrix outside of layers, one True.
             rules: Logical to mesh axes.
         """
-
-    def rank_of(self, row: ParameterSpec) -> int:
-        """Return the inner width of the factors of a target."""
-        if ax.EXPERTS not in row.declaration.axes:
-            return self.rank
-        if self.expert_rank is not None:
-            return self.expert_rank
-        return max(1, self.rank // row.shape[row.declaration.axes.index(ax.EXPERTS)])
-
-    def scale_of(self, row: ParameterSpec) -> float:
-        """Return the factor of the addition to a target."""
-        return self.alpha / self.rank_of(row)
 
 
 def factor_rows(

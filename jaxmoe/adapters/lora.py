@@ -15,7 +15,8 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from jaxmoe.adapters.factors import FactorsConfig, factor_rows
+from jaxmoe.adapters.base import Adapter
+from jaxmoe.adapters.factors import MatrixFactorsConfig, factor_rows
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import ParameterSpec
 from sharding.rules import LogicalAxisRules
@@ -23,20 +24,20 @@ from sharding.rules import LogicalAxisRules
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoraConfig(FactorsConfig):
+class LoraConfig(MatrixFactorsConfig):
     """A low-rank addition to each target; all else is frozen."""
 
     name: ClassVar[str] = "lora"
-    has_factors: ClassVar[bool] = True
     can_go_on: ClassVar[bool] = True
 
+    alpha: float = 32.0
     is_rank_stabilized: bool = False
     """Whether the addition is multiplied with alpha / sqrt(rank) instead."""
 
     def rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
     ) -> list[ParameterSpec]:
-        """Return the rows of the factors of a matrix; see `FactorsConfig.rows_of`."""
+        """Return the rows of the factors of a matrix; see `MatrixFactorsConfig.rows_of`."""
         scales = tuple(self.scale_of(row) if has_adapter else 0.0 for has_adapter in is_adapted)
         return factor_rows(row, self.rank_of(row), scales, rules)
 
@@ -44,3 +45,8 @@ class LoraConfig(FactorsConfig):
         """Return the factor of the addition to a target."""
         rank = self.rank_of(row)
         return self.alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def lora_of(adapter: Adapter | None) -> LoraConfig | None:
+    """Return an adapter that adds products of two factors alone; None for any other."""
+    return adapter if isinstance(adapter, LoraConfig) else None

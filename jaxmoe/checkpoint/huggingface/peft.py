@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxmoe.adapters import LoraConfig
+from jaxmoe.adapters.lora import lora_of
 from jaxmoe.checkpoint.huggingface.export import new_directory, suggest_family
 from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_file
@@ -70,7 +71,7 @@ def write_peft(
         CheckpointError: The adapter is not LoRA, it adapts embeddings, no family computes the
             model, or the directory is not empty.
     """
-    adapter = lora_of(model)
+    adapter = check_lora(model)
     family = family_of_model(plain := dataclasses.replace(model, adapter=None))
     chosen = list[tuple[PeftMatrix, int]]()
     every = list[PeftMatrix]()
@@ -106,11 +107,10 @@ def write_peft(
     return place
 
 
-def lora_of(model: ModelConfig) -> LoraConfig:
+def check_lora(model: ModelConfig) -> LoraConfig:
     """Return the adapter of a model, or raise if it is not LoRA."""
-    adapter: Any = model.adapter
-    if adapter is None or not adapter.has_factors:
-        name = "none" if adapter is None else adapter.name
+    if (adapter := lora_of(model.adapter)) is None:
+        name = "none" if model.adapter is None else model.adapter.name
         raise CheckpointError(
             f"model.adapter={name}: PEFT files hold the factors of adapter:lora. Convert this run"
             " with --to_huggingface auto"

@@ -35,7 +35,7 @@ from jaxmoe.adapters import LoraConfig, TargetsConfig
 from jaxmoe.checkpoint.huggingface.families import OWN, Family
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import plain_file
-from jaxmoe.checkpoint.huggingface.peft import TENSORS, adapted_rows, family_of_model, lora_of
+from jaxmoe.checkpoint.huggingface.peft import TENSORS, adapted_rows, check_lora, family_of_model
 from jaxmoe.checkpoint.huggingface.peft_config import PeftFields, read_peft_fields
 from jaxmoe.checkpoint.huggingface.peft_matrices import PREFIX, PeftFactors, PeftMatrix, matrices_of
 from jaxmoe.checkpoint.manifest import CheckpointError
@@ -297,7 +297,7 @@ def _arrays_of(
     model: ModelConfig, merged: Mapping[str, list[_MatrixPart]]
 ) -> dict[str, np.ndarray]:
     """Return the factors and scales of an adapted model by path."""
-    adapter = lora_of(model)
+    adapter = check_lora(model)
     table = {row.path: row for row in parameter_table(model)}
     arrays = {}
     for row, scales in adapted_rows(model):

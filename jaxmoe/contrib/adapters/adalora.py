@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.adapters.base import STATE, State, StepGiven
-from jaxmoe.adapters.factors import FactorsConfig, by_path, factor_rows, nest, values_row
+from jaxmoe.adapters.factors import MatrixFactorsConfig, by_path, factor_rows, nest, values_row
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from sharding.constrain import Placement, place_like
@@ -43,12 +43,13 @@ _TINY = 1e-30
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AdaLoraConfig(FactorsConfig):
+class AdaLoraConfig(MatrixFactorsConfig):
     """Low-rank additions whose ranks shrink where they matter least."""
 
     name: ClassVar[str] = "adalora"
     has_after_step: ClassVar[bool] = True
 
+    alpha: float = 32.0
     target_rank: int = 8
     """Mean inner width that is left in the end; rank is that in the beginning."""
     initial: int = 20
@@ -66,7 +67,7 @@ class AdaLoraConfig(FactorsConfig):
     """Decay rate of the average of their deviations (beta_2)."""
 
     def __post_init__(self):
-        FactorsConfig.__post_init__(self)
+        MatrixFactorsConfig.__post_init__(self)
         if not 0 < self.target_rank <= self.rank:
             raise ValueError(
                 f"adapter.target_rank={self.target_rank} must be from 1 to adapter.rank={self.rank}"
@@ -97,9 +98,9 @@ class AdaLoraConfig(FactorsConfig):
     def rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
     ) -> list[ParameterSpec]:
-        """Return the rows of the triplets of a matrix; see `FactorsConfig.rows_of`."""
+        """Return the rows of the triplets of a matrix; see `MatrixFactorsConfig.rows_of`."""
         rank = self.rank_of(row)
-        scales = tuple(self.scale_of(row) if has_adapter else 0.0 for has_adapter in is_adapted)
+        scales = tuple(self.alpha / rank if has_adapter else 0.0 for has_adapter in is_adapted)
         factors = factor_rows(row, rank, scales, rules, hyper=_SMALL, up_init="normal")
         return [*factors, values_row(row, rank, rules, "zeros")]
 

@@ -41,9 +41,6 @@ class _Mean(Average):
 
     __slots__ = ()
 
-    reads_gradients: ClassVar[bool] = False
-    """Whether the weight depends on gradients."""
-
     @abc.abstractmethod
     def weight(
         self, row: ParameterSpec, far: Array, slope: Array, slope_before: Array | None
@@ -57,17 +54,13 @@ class _Mean(Average):
             slope_before: Gradient in the accepted step before; None for `fixed`.
         """
 
+    @abc.abstractmethod
     def begin(self, trained: Any) -> Any:
-        """Return the state of an average before the first step.
+        """Return the state of an average before the first step: `params`, and `grads` if kept.
 
         Args:
             trained: Parameters that are trained.
         """
-        # Copies: a step donates the parameters as well.
-        state = {"params": jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)}
-        if self.reads_gradients:
-            state["grads"] = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
-        return state
 
     def step_part(self, steps: int) -> Averaging:
         """Return the part of a step that keeps the average; see the base class."""
@@ -87,6 +80,10 @@ class FixedAverageConfig(_Mean):
         if not 0 < self.new <= 1:
             raise ValueError(f"training.average.new={self.new} must be above 0 and at most 1")
 
+    def begin(self, trained: Any) -> Any:
+        """Return copies of the parameters; see the base class."""
+        return {"params": _copies(trained)}
+
     def weight(
         self, row: ParameterSpec, far: Array, slope: Array, slope_before: Array | None
     ) -> float:
@@ -100,7 +97,11 @@ class BalancedAverageConfig(_Mean):
     """An average with a weight that balances stability and plasticity."""
 
     name: ClassVar[str] = "balanced"
-    reads_gradients: ClassVar[bool] = True
+
+    def begin(self, trained: Any) -> Any:
+        """Return copies of the parameters, and gradients of zero; see the base class."""
+        grads = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
+        return {"params": _copies(trained), "grads": grads}
 
     def weight(
         self, row: ParameterSpec, far: Array, slope: Array, slope_before: Array | None
@@ -183,6 +184,11 @@ class Averaging(StepPart):
             table.select_trained(after.params),
         )
         return dataclasses.replace(after, params=table.merge(params, after.params))
+
+
+def _copies(trained: Any) -> Any:
+    """Return copies in f32: a step donates the parameters as well."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)
 
 
 def _is_row(node: Any) -> bool:

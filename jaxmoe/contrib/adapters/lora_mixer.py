@@ -25,7 +25,7 @@ from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.adapters.factors import TRAINED
-from jaxmoe.contrib.adapters.mixed import Made, MixedAdapter
+from jaxmoe.contrib.adapters.mixed import FactorTraits, Made, MixedAdapter
 from jaxmoe.contrib.adapters.mixtures import Gates
 from jaxmoe.declarations import Declaration
 from jaxmoe.field_docs import with_field_docs
@@ -46,6 +46,7 @@ class LoraMixerConfig(MixedAdapter):
 
     members: int = 8
     """Additions to each matrix."""
+    alpha: float = 16.0
     top_k: int = 3
     """Additions of a token at inference; in training it has all."""
     balance: float = 0.01
@@ -69,14 +70,14 @@ class LoraMixerConfig(MixedAdapter):
                 raise ValueError(f"adapter.{field}={value} must be at least 0")
 
     @property
-    def keeps_start(self) -> bool:
-        """Whether the initial factors are kept."""
-        return self.anchor > 0.0
+    def factor_traits(self) -> FactorTraits:
+        """Properties of the factors of all additions."""
+        return FactorTraits(has_start=self.anchor > 0.0)
 
     def losses(self, params: Any, placement: Placement) -> Losses:
         """Return the loss of the distance from the initial factors; see `Adapter.losses`."""
         del placement
-        if not self.keeps_start:
+        if not self.factor_traits.has_start:
             return {}
         flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
         distance = jnp.float32(0.0)

@@ -51,6 +51,18 @@ MIXED_ROLES: Final = tuple(_HALVES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FactorTraits:
+    """Properties of the factors of all additions of an adapter."""
+
+    are_trained: bool = True
+    """The factors are trained, beside their mixture."""
+    share: float = 1.0
+    """Part of the factors with which one token is multiplied."""
+    has_start: bool = False
+    """The initial value of each `:downs` is kept, as `:start`; that of `:ups` is 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MixedAdapter(Adapter):
     """Several low-rank additions to each target, mixed for each token; all else is frozen."""
 
@@ -60,7 +72,7 @@ class MixedAdapter(Adapter):
     """Additions to each matrix."""
     rank: int = 8
     """Inner width of the factors of one addition."""
-    alpha: float = 16.0
+    alpha: float
     """The mixture is multiplied with alpha / rank."""
     targets: TargetsConfig = TargetsConfig()
     """Matrices that are adapted: of attention, dense feed-forwards, shared experts."""
@@ -102,19 +114,9 @@ class MixedAdapter(Adapter):
         return 0
 
     @property
-    def trains_factors(self) -> bool:
-        """Whether the additions themselves are trained, beside their mixture."""
-        return True
-
-    @property
-    def share(self) -> float:
-        """Part of the factors with which one token is multiplied."""
-        return 1.0
-
-    @property
-    def keeps_start(self) -> bool:
-        """Whether the initial value of each `:downs` is kept, as `:start`; that of `:ups` is 0."""
-        return False
+    def factor_traits(self) -> FactorTraits:
+        """Properties of the factors of all additions."""
+        return FactorTraits()
 
     def half_parameters(self, width: int) -> Made:
         """Return the parameters on which the mixture of half a layer depends.
@@ -164,12 +166,13 @@ class MixedAdapter(Adapter):
         last = slice(batch + inputs, None)
         inner = (self.members, self.rank)
         axes = (ax.RANK, ax.RANK)
+        traits = self.factor_traits
         down = Declaration(
             shape=(*declaration.shape[first], *inner),
             axes=(*declaration.axes[first], *axes),
             role="adapter",
             matrix=(tuple(range(-inputs - 2, -2)), (-2, -1)),
-            share=self.share,
+            share=traits.share,
         )
         up = Declaration(
             shape=(*declaration.shape[:batch], *inner, *declaration.shape[last]),
@@ -177,7 +180,7 @@ class MixedAdapter(Adapter):
             role="adapter",
             matrix=((-outputs - 2, -outputs - 1), tuple(range(-outputs, 0))),
             init="zeros",
-            share=self.share,
+            share=traits.share,
         )
         scales = tuple(self.alpha / self.rank if has_adapter else 0.0 for has_adapter in is_adapted)
         scale = Declaration(
@@ -187,9 +190,9 @@ class MixedAdapter(Adapter):
             matrix=None,
             init=scales,
         )
-        hyper = TRAINED if self.trains_factors else FIXED
+        hyper = TRAINED if traits.are_trained else FIXED
         made = {"downs": (down, hyper), "ups": (up, hyper), "scale": (scale, FIXED)}
-        return made | ({"start": (down, FIXED)} if self.keeps_start else {})
+        return made | ({"start": (down, FIXED)} if traits.has_start else {})
 
 
 def task_ids(half: HalfInputs, task: int) -> Int[Array, "B S"]:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxmoe.adapters.base import Layers
+from jaxmoe.adapters.base import Layers, frozen
 from jaxmoe.adapters.factors import (
     TRAINED,
     FactorsConfig,
@@ -53,6 +53,7 @@ class MixtureOfShardsConfig(FactorsConfig):
 
     name: ClassVar[str] = "mixture_of_shards"
 
+    alpha: float = 32.0
     equivalent_rank: int = 2
     """Rank of LoRA with as many parameters; rank is that of the additions."""
     shards: int = 4
@@ -85,7 +86,7 @@ class MixtureOfShardsConfig(FactorsConfig):
         self, base: ParameterTable, rules: LogicalAxisRules, layers: Layers
     ) -> ParameterTable:
         """Return the table with frozen rows, scales and pools; see `Adapter.table`."""
-        full_table = FactorsConfig.table(self, base, rules, layers)
+        rows = [frozen(row) for row in base]
         groups: dict[str, list[ParameterSpec]] = {}
         for row, is_adapted in self.found(base, layers):
             if not all(is_adapted):
@@ -93,17 +94,17 @@ class MixtureOfShardsConfig(FactorsConfig):
                     f"adapter.targets.layers={self.targets.layers} has some of the layers of"
                     f" {row.path}, which share shards: name all or none of them"
                 )
+            rows.append(self._scale(row, len(is_adapted), rules))
             shape = row.shape[row.declaration.is_stacked :]
             groups.setdefault(_group(row.path, shape), []).append(row)
-        pools = [pool for name, rows in groups.items() for pool in self._pools(name, rows, rules)]
-        return ParameterTable(tuple(sorted((*full_table, *pools), key=lambda row: row.path)))
+        for name, matrices in groups.items():
+            rows += self._pools(name, matrices, rules)
+        return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
 
-    def rows_of(
-        self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
-    ) -> list[ParameterSpec]:
-        """Return the row of the scale of a matrix; see `FactorsConfig.rows_of`."""
-        scales = (self.scale_of(row),) * len(is_adapted)
-        return factor_rows(row, self.rank_of(row), scales, rules)[2:]
+    def _scale(self, row: ParameterSpec, num_layers: int, rules: LogicalAxisRules) -> ParameterSpec:
+        """Return the row of the scale of a matrix."""
+        rank = self._rank_in(row)
+        return factor_rows(row, rank, (self.alpha / rank,) * num_layers, rules)[2]
 
     def prepare(self, params: Any, layers: Layers, key: Array | None = None) -> Any:
         """Return the parameters with factors in place of the pools; see `Adapter.prepare`."""
@@ -134,8 +135,8 @@ class MixtureOfShardsConfig(FactorsConfig):
                 at = end
         return nest(flat)
 
-    def rank_of(self, row: ParameterSpec) -> int:
-        """Return the inner width of the factors of a target."""
+    def _rank_in(self, row: ParameterSpec) -> int:
+        """Return the inner width of the factors of a target, by its shape as in `prepare`."""
         return self._rank(batch_of(row)[row.declaration.is_stacked :])
 
     def _rank(self, experts: tuple[int, ...]) -> int:
@@ -148,7 +149,7 @@ class MixtureOfShardsConfig(FactorsConfig):
     ) -> Iterator[ParameterSpec]:
         """Yield the rows of the two pools of a group of matrices."""
         row_declaration = rows[0].declaration
-        rank = self.rank_of(rows[0])
+        rank = self._rank_in(rows[0])
         number = sum(math.prod(batch_of(row)) for row in rows) * self.shards
         number *= max(1, self.equivalent_rank * rank // self.rank)
         for side, end in enumerate(("down", "up")):

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmoe.adapters.factors import TRAINED
-from jaxmoe.contrib.adapters.mixed import Made, MixedAdapter, task_ids
+from jaxmoe.contrib.adapters.mixed import FactorTraits, Made, MixedAdapter, task_ids
 from jaxmoe.contrib.adapters.mixtures import Gates
 from jaxmoe.declarations import Declaration
 from jaxmoe.field_docs import with_field_docs
@@ -49,6 +49,7 @@ class MultiHeadRoutingConfig(MixedAdapter):
     reads: ClassVar[tuple[str, ...]] = ("task",)
     late_fields: ClassVar[tuple[str, ...]] = ("task",)
 
+    alpha: float = 16.0
     tasks: int = 4
     """Tasks, at least as many as data.mix has parts."""
     splits: int = 1
@@ -68,9 +69,9 @@ class MultiHeadRoutingConfig(MixedAdapter):
         return self.tasks
 
     @property
-    def trains_factors(self) -> bool:
-        """Whether the additions are trained."""
-        return self.trains != "logits"
+    def factor_traits(self) -> FactorTraits:
+        """Properties of the factors of all additions."""
+        return FactorTraits(are_trained=self.trains != "logits")
 
     def check_fields(self) -> None:
         """Raise a ValueError for invalid values."""

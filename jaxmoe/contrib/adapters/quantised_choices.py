@@ -30,7 +30,7 @@ from flax import traverse_util
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.adapters.base import Layers
-from jaxmoe.adapters.factors import FactorsConfig, factor_rows, own_row
+from jaxmoe.adapters.factors import MatrixFactorsConfig, factor_rows, own_row
 from jaxmoe.declarations import Declaration
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.view import Tree
@@ -47,18 +47,19 @@ _STREAM_OF_BITS = 0x62  # separates its draws from those of routers
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class QuantisedChoicesConfig(FactorsConfig):
+class QuantisedChoicesConfig(MatrixFactorsConfig):
     """Weights in 2, 3 or 4 bits by layer, drawn in each step, with a low-rank addition for each."""
 
     name: ClassVar[str] = "quantised_choices"
     has_view: ClassVar[bool] = True
     late_fields: ClassVar[tuple[str, ...]] = ("mean_bits",)
 
+    alpha: float = 32.0
     mean_bits: float = 3.0
     """Largest mean of the bits of the adapted layers outside of training, from 2 to 4."""
 
     def __post_init__(self):
-        FactorsConfig.__post_init__(self)
+        MatrixFactorsConfig.__post_init__(self)
         check_bits("adapter.mean_bits", self.mean_bits)
 
     def rows_of(
@@ -70,8 +71,9 @@ class QuantisedChoicesConfig(FactorsConfig):
                 f"adapter.targets.roles={self.targets.roles} has {row.path}, and the parameters of"
                 " layers alone are in few bits: leave its role out"
             )
-        scales = tuple(self.scale_of(row) if factor else 0.0 for factor in is_adapted)
-        down, up, scale = factor_rows(row, self.rank_of(row), scales, rules)
+        rank = self.rank_of(row)
+        scales = tuple(self.alpha / rank if factor else 0.0 for factor in is_adapted)
+        down, up, scale = factor_rows(row, rank, scales, rules)
         bits = Declaration(
             shape=(len(is_adapted),),
             axes=row.declaration.axes[:1],

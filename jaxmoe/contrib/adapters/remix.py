@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmoe.adapters.base import Adapter
 from jaxmoe.adapters.factors import TRAINED
-from jaxmoe.contrib.adapters.mixed import Made, MixedAdapter
+from jaxmoe.contrib.adapters.mixed import FactorTraits, Made, MixedAdapter
 from jaxmoe.contrib.adapters.mixtures import Gates
 from jaxmoe.contrib.adapters.repeated import ADVANTAGE
 from jaxmoe.declarations import Declaration
@@ -67,9 +67,9 @@ class RemixConfig(MixedAdapter):
     for each; at least 2."""
 
     @property
-    def share(self) -> float:
-        """Part of the factors with which one token is multiplied."""
-        return self.top_k / self.members
+    def factor_traits(self) -> FactorTraits:
+        """Properties of the factors of all additions."""
+        return FactorTraits(share=self.top_k / self.members)
 
     def check_fields(self) -> None:
         """Raise a ValueError for invalid values."""

@@ -29,7 +29,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxmoe.adapters.base import STATE, State, StepGiven
-from jaxmoe.adapters.factors import TRAINED, FactorsConfig, batch_of, by_path, factor_rows, nest
+from jaxmoe.adapters.factors import (
+    TRAINED,
+    MatrixFactorsConfig,
+    batch_of,
+    by_path,
+    factor_rows,
+    nest,
+)
 from jaxmoe.contrib.adapters.moments import without_moments
 from jaxmoe.declarations import fold_path
 from jaxmoe.execution import ExecutionConfig
@@ -45,7 +52,7 @@ _NAMES = ("down", "up")
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SwitchLoraConfig(FactorsConfig):
+class SwitchLoraConfig(MatrixFactorsConfig):
     """Low-rank additions whose vectors are swapped all the time; the adapted matrices move."""
 
     name: ClassVar[str] = "switch_lora"
@@ -64,7 +71,7 @@ class SwitchLoraConfig(FactorsConfig):
     """Steps for which the counterpart of a vector that was swapped is not trained."""
 
     def __post_init__(self):
-        FactorsConfig.__post_init__(self)
+        MatrixFactorsConfig.__post_init__(self)
         if (number := self.candidates) < (least := max(self.rank, self.expert_rank or 1)):
             raise ValueError(f"adapter.candidates={number} must be at least the rank, {least}")
         if not 0 <= self.rate <= 1:
@@ -79,7 +86,7 @@ class SwitchLoraConfig(FactorsConfig):
 
     def check_execution(self, execution: ExecutionConfig) -> None:
         """Refuse weights to which nothing small can be added; see the base class."""
-        FactorsConfig.check_execution(self, execution)
+        MatrixFactorsConfig.check_execution(self, execution)
         precision = execution.precision
         if precision.weights != "floating" or precision.parameter_dtype != jnp.float32:
             raise ValueError(
@@ -90,9 +97,9 @@ class SwitchLoraConfig(FactorsConfig):
     def rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules
     ) -> list[ParameterSpec]:
-        """Return the rows of the factors of a matrix; see `FactorsConfig.rows_of`."""
+        """Return the rows of the factors of a matrix; see `MatrixFactorsConfig.rows_of`."""
         rank = self.rank_of(row)
-        scale = self.scale_of(row)
+        scale = self.alpha / rank
         scales = tuple(scale if has_adapter else 0.0 for has_adapter in is_adapted)
         hyper = dataclasses.replace(TRAINED, init_std=_deviations(row, rank)[0], fan_in_power=0.0)
         return factor_rows(row, rank, scales, rules, hyper=hyper)

@@ -26,7 +26,8 @@ from jaxtyping import Array
 
 from jaxmoe.adapters.base import Adapter, TargetsConfig
 from jaxmoe.adapters.fold import is_factor
-from jaxmoe.contrib.adapters.mixed import MIXED_ROLES, MixedAdapter, task_ids
+from jaxmoe.adapters.lora import lora_of
+from jaxmoe.contrib.adapters.mixed import MIXED_ROLES, FactorTraits, MixedAdapter, task_ids
 from jaxmoe.contrib.adapters.mixtures import FactorMembers
 from jaxmoe.declarations import FACTORS
 from jaxmoe.field_docs import with_field_docs
@@ -43,6 +44,7 @@ class TaskLoraConfig(MixedAdapter):
     reads: ClassVar[tuple[str, ...]] = ("task",)
     late_fields: ClassVar[tuple[str, ...]] = ("task",)
 
+    alpha: float = 16.0
     task: int = 0
     """Task of rows that have none, such as prompts; -1: they have no addition."""
 
@@ -52,9 +54,9 @@ class TaskLoraConfig(MixedAdapter):
         return self.members
 
     @property
-    def share(self) -> float:
-        """Part of the factors with which a token is multiplied."""
-        return 1.0 / self.members
+    def factor_traits(self) -> FactorTraits:
+        """Properties of the factors of all additions."""
+        return FactorTraits(share=1.0 / self.members)
 
     def check_fields(self) -> None:
         """Raise a ValueError for invalid values."""
@@ -97,7 +99,7 @@ def check_together(name: str, adapter: Adapter | None) -> None:
     way = "serve this run alone, or fold it (experiments.checkpoint convert --fold True)"
     if adapter is None:
         raise ValueError(f"adapters: {name} names a run without an adapter: name one of finetune")
-    if not adapter.has_factors or adapter.has_after_step or adapter.moves_base:
+    if lora_of(adapter) is None or adapter.has_after_step or adapter.moves_base:
         raise ValueError(
             f"adapters: {name} has adapter:{adapter.name}, and several adapters are served together"
             f" if all are adapter:lora: {way}"
