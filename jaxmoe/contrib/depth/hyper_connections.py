@@ -126,7 +126,7 @@ class HyperConnection(nn.Module):
     epsilon: float
     placement: Placement
 
-    def setup(self):
+    def declare_maps(self) -> None:
         """Declare the matrix of all weights' logits, their biases, and a factor for each map."""
         count = 2 * self.streams + mixed_logits(self.streams, self.mixing)
         weight = Declaration(
@@ -174,6 +174,10 @@ class HyperConnection(nn.Module):
 
 class HyperHalf(HyperConnection):
     """The connection of a half of a layer."""
+
+    def setup(self):
+        """Declare the parameters."""
+        self.declare_maps()
 
     def read(self, stream: Stream) -> tuple[Float[Array, "B S D"], tuple[Array, Array]]:
         """Return the input of the half, and the maps by which it is written."""

@@ -149,7 +149,7 @@ class LoopConnection(HyperConnection):
 
     def setup(self):
         """Declare the parameters."""
-        super().setup()
+        self.declare_maps()
         embedding = Declaration(
             shape=(self.embed_dim,),
             axes=(ax.NORM,),
