@@ -301,7 +301,7 @@ ONE_STAGE: Final = that(
 """A mesh without stages of a model; a search for a mesh leaves a size open."""
 
 _STAGES: Final = above("execution.mesh.stage", 1)
-_LEVELS: Final = trait("data", "packs_levels", "`levels`", shown="data.packing")
+_LEVELS: Final = equals("data.packing", "levels")
 _DETAILED: Final = equals("execution.telemetry", "detailed")
 _CUT_PRODUCTS: Final = trait("execution.tensor_products", "cuts_rows", "that cut rows")
 _ONE_STAGE: Final = "set execution.mesh.stage to 1"
@@ -440,7 +440,7 @@ ROWS: Final = (
     ),
     Row(
         trait("training.objective", "reads_loss_weights", "that predicts every token", value=False),
-        trait("data", "has_loss_weights", "with loss weights"),
+        that("data", "with loss weights", lambda data: data.traits.has_loss_weights),
         "{first} predicts every token, and {second} trains on some",
         "choose training.objective:next_token, or data.train_on=all",
     ),

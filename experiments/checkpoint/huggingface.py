@@ -305,11 +305,11 @@ def _with_own_tokenizer(
     config: PretrainConfig, place: pathlib.Path, target: pathlib.Path
 ) -> PretrainConfig:
     """Return the config with the run's copy of the tokenizer."""
-    data: Any = config.data
-    if not data.takes_tokenizer:
+    tokenizer = config.data.tokenizer
+    if tokenizer is None or tokenizer.file != place / TOKENIZER:
         return config
-    tokenizer = data.tokenizer.move_file(place / TOKENIZER, target / _FOLDER / TOKENIZER)
-    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=tokenizer))
+    data = config.data.with_tokenizer(target / _FOLDER / TOKENIZER)
+    return dataclasses.replace(config, data=data)
 
 
 def _write_texts(folder: pathlib.Path, texts: Mapping[str, str]) -> None:

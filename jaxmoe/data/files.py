@@ -104,15 +104,8 @@ class FileCollection:
         """Return name, size and modification time of each file."""
         return [[absolute_name(path), *_stamp(path)] for path in self._all_files()]
 
-    def content(self) -> dict[str, Any]:
-        """Return sizes and sha256, of each file if they are few."""
-        return self._content
-
-    def warnings(self) -> list[str]:
-        """Return what `records` found that does not stop it.
-
-        Content without a checksum, and files of records that were read as one text each.
-        """
+    def warnings_of_files(self) -> list[str]:
+        """Return warnings of content without a checksum, and of records that were read as text."""
         lines = [
             f"{self}: {len(names)} of {len(self.files)} files are {kind}, {min(names)} among them,"
             " and each is trained as one text, with its quotes, braces and names of fields. To"
@@ -138,7 +131,8 @@ class FileCollection:
         self._without_checksum.add(str(path))
 
     @functools.cached_property
-    def _content(self) -> dict[str, Any]:
+    def content_of_files(self) -> dict[str, Any]:
+        """Sizes and sha256, of each file if they are few."""
         files = self._all_files()
         names = [absolute_name(path) for path in files]
         root = os.path.commonpath([os.path.dirname(name) for name in names])
@@ -190,6 +184,14 @@ class Files(FileCollection):
             "text_field": self._config.text_field,
             "bin_dtype": self._config.bin_dtype,
         }
+
+    def content(self) -> dict[str, Any]:
+        """Return sizes and sha256, of each file if they are few."""
+        return self.content_of_files
+
+    def warnings(self) -> list[str]:
+        """Return what `records` found that does not stop it."""
+        return self.warnings_of_files()
 
     def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
         """Yield the documents of all files."""

@@ -36,7 +36,7 @@ from jaxmoe.data.order import (
     whole_weights,
 )
 from jaxmoe.data.packed import build_sources
-from jaxmoe.data.source import Row, Source, Split, token_bytes
+from jaxmoe.data.source import Row, Source, SourceTraits, Split, token_bytes
 from pallas_kernels.array_types import Int, Shaped
 
 _PART = re.compile(r"(?P<name>[\w.-]+)=(?P<weight>[^:]+):(?P<path>.+)", re.DOTALL)
@@ -52,10 +52,9 @@ class MixtureConfig(FileReadingConfig):
     """Parts, separated by spaces: NAME=WEIGHT:PATH, a path as in data.path. Weights are shares of
     rows; they need not sum to 1, and 0 leaves a part out."""
 
-    def check(self) -> None:
-        """Raise a ValueError for invalid values."""
+    def __post_init__(self):
         # Not super(): a dataclass with slots is created twice, and the first is not an ancestor.
-        FileReadingConfig.check(self)
+        FileReadingConfig.__post_init__(self)
         if self.partition is not None:
             raise ValueError(
                 f"data.partition={self.partition}: a mixture divides its rows by weight, not by"
@@ -69,9 +68,10 @@ class MixtureConfig(FileReadingConfig):
             raise ValueError("data.mix: every weight is 0: give at least one a weight above 0")
 
     @property
-    def task_names(self) -> tuple[str, ...]:
-        """Names of the parts that rows come from, in order."""
-        return tuple(name for name, weight, _ in map(_part, self.mix) if weight)
+    def traits(self) -> SourceTraits:
+        """Properties that the rest of the library depends on; tasks are parts with a weight."""
+        names = tuple(name for name, weight, _ in map(_part, self.mix) if weight)
+        return dataclasses.replace(super(MixtureConfig, self).traits, task_names=names)
 
     def build(self, seed: int = 0) -> Mixture:
         """Read, tokenise and plan every part.

@@ -20,7 +20,7 @@ import numpy as np
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.documents import cache_key, plan_documents, writing_to
 from jaxmoe.data.held_out import train_texts
-from jaxmoe.data.packing import BestFit, Concatenated
+from jaxmoe.data.packing import BestFit, Concatenated, Long
 from jaxmoe.data.reading.collection import Collection
 from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import Row, Split
@@ -44,6 +44,8 @@ def build_sources(
     collections: Mapping[str, Collection],
     *,
     held_out: Collection | None = None,
+    unit: str = "documents",
+    long: Long = "cut",
     seed: int,
 ) -> dict[str, PackedSource]:
     """Return one source per collection, with one tokenizer.
@@ -53,6 +55,8 @@ def build_sources(
         kind: Kind of the sources in fingerprints.
         collections: Collections by name.
         held_out: Collection of the validation split, if it is separate.
+        unit: Word for the documents, in the plural.
+        long: Pieces to keep of documents with weights that do not fit into a row.
         seed: Seed of the order of documents.
 
     Raises:
@@ -95,6 +99,8 @@ def build_sources(
             config=config,
             tokenizer=tokenizer,
             documents=documents,
+            unit=unit,
+            long=long,
             facts=facts,
             directories=directories,
             seed=seed,
@@ -150,6 +156,8 @@ class PackedSource:
         config: Config that says how it was read.
         tokenizer: Tokenizer of all documents.
         documents: Documents of each split.
+        unit: Word for the documents, in the plural.
+        long: Pieces to keep of documents with weights that do not fit into a row.
         facts: Sizes and sha256 of what was read, by split.
         directories: Directories for cached packings, by split.
         seed: Seed of the order of documents.
@@ -163,6 +171,8 @@ class PackedSource:
         config: ReadingConfig,
         tokenizer: Tokenizer,
         documents: dict[Split, DocumentSet],
+        unit: str,
+        long: Long,
         facts: dict[str, dict[str, Any]],
         directories: dict[Split, pathlib.Path],
         seed: int,
@@ -172,6 +182,8 @@ class PackedSource:
         self._config = config
         self.tokenizer = tokenizer
         self.documents = documents
+        self.unit = unit
+        self._long: Long = long
         self._facts = facts
         self._seed = seed
         self._directories = directories
@@ -194,11 +206,6 @@ class PackedSource:
     def vocab_size(self) -> int:
         """Vocabulary of the tokenizer."""
         return self.tokenizer.vocab_size
-
-    @property
-    def unit(self) -> str:
-        """Word for the documents, in the plural."""
-        return self._config.documents
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -260,7 +267,7 @@ class PackedSource:
             },
             "validation_fraction": self._config.validation_fraction,
             "packing": self._config.packing,
-            **({} if weights is None else {"long_documents": self._config.long_documents}),
+            **({} if weights is None else {"long_documents": self._long}),
             "tokenizer": self.tokenizer.fingerprint(),
             **({} if self.partition is None else {"partition": self.partition.fingerprint()}),
         }
@@ -271,7 +278,7 @@ class PackedSource:
         ratio = self.bytes_per_token
         counts = self.weight_counts(sequence_length)
         return (
-            f"{self._kind}: {count:,} {self._config.documents}, {tokens:,} tokens"
+            f"{self._kind}: {count:,} {self.unit}, {tokens:,} tokens"
             + (f" ({skipped:,} records left out)" if skipped else "")
             + ("" if counts is None else f", {counts.describe(self.unit, sequence_length)}")
             + f", {self.tokenizer.fingerprint()['kind']} tokenizer of {self.vocab_size:,} ids"
@@ -302,7 +309,7 @@ class PackedSource:
             untrained=self._total("untrained_documents"),
             long=sum(int(part.is_long.sum()) for part in packed if isinstance(part, BestFit)),
             pieces=sum(part.num_left_out for part in packed if isinstance(part, BestFit)),
-            fate=_FATES[self._config.long_documents],
+            fate=_FATES[self._long],
             unused=sum(part.num_unused for part in packed if isinstance(part, BestFit)),
         )
 
@@ -346,14 +353,14 @@ class PackedSource:
         if split == "train" and self.partition is not None:
             part = f"{self.partition.label}-"
         if documents.weights is not None:
-            part += f"{self._config.long_documents}-"
+            part += f"{self._long}-"
         file_name = f"slots-{split}-{fraction}-{part}{sequence_length}.npy"
         return BestFit(
             documents,
             sequence_length=sequence_length,
             seed=seed,
             file=self._directories[split] / file_name,
-            long=self._config.long_documents,
+            long=self._long,
         )
 
 

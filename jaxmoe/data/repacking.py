@@ -65,6 +65,6 @@ class Assigner(abc.ABC):
         """
 
     @property
+    @abc.abstractmethod
     def step_parts(self) -> tuple[Any, ...]:
         """Parts of a training step on these batches, such as measures of them."""
-        return ()

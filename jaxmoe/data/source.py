@@ -25,6 +25,8 @@ from jaxmoe.data.tokenizer import TokenizerConfig
 from pallas_kernels.array_types import Float, Int, Shaped
 
 Split = Literal["train", "validation"]
+TemplateName = Literal["chatml", "plain", "tokenizer"]
+"""How conversations are written, see `jaxmoe.data.chat.template_of`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +43,22 @@ class Row:
     """Number of the part of a mixture that the row is from, where it is asked for."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SourceTraits:
+    """Properties of a source that are known before it is built."""
+
+    has_rows: bool = True
+    """There is data to train and evaluate on."""
+    has_loss_weights: bool = False
+    """Parts of rows are not predicted, although they are no padding."""
+    packs_levels: bool = False
+    """The documents of a step are packed by level; see `jaxmoe.contrib.levels`."""
+    task_names: tuple[str, ...] = ()
+    """Names of the parts of a mixture, whose numbers are tasks; empty for other data."""
+    template: TemplateName | None = None
+    """How the data writes conversations; None without any."""
+
+
 class SourceKind(abc.ABC):
     """Base class of data configs: how to build the source, and what is known without."""
 
@@ -55,8 +73,6 @@ class SourceKind(abc.ABC):
     """Whether `tokenizer` is a field of the config, which may hold any."""
     is_implied: ClassVar[bool] = True
     """Whether flags that several sources have may choose it without its name."""
-    has_rows: ClassVar[bool] = True
-    """Whether there is data to train and evaluate on."""
 
     @abc.abstractmethod
     def build(self, seed: int = 0) -> Source:
@@ -67,32 +83,13 @@ class SourceKind(abc.ABC):
         """
 
     @property
-    def has_loss_weights(self) -> bool:
-        """Whether parts of rows are not predicted, although they are no padding."""
-        return False
-
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        """Names of the parts of a mixture, whose numbers are tasks; empty for other data."""
-        return ()
-
-    @property
-    def packs_levels(self) -> bool:
-        """Whether the documents of a step are packed by level; see `jaxmoe.contrib.levels`."""
-        return False
+    def traits(self) -> SourceTraits:
+        """Properties that the rest of the library depends on."""
+        return SourceTraits()
 
     def for_evaluation(self) -> Any:
         """Return the config that holds out all of its data, where it can; else itself."""
         return self
-
-    def chat_template(self, separator: str) -> str | None:
-        """Return the chat_template.jinja by which the data writes conversations; None without any.
-
-        Args:
-            separator: Text of the id between documents.
-        """
-        del separator
-        return None
 
     def with_tokenizer(self, path: pathlib.Path) -> Any:
         """Return the config with a copy of its tokenizer.json: itself, where it reads none.
@@ -102,14 +99,6 @@ class SourceKind(abc.ABC):
         """
         del path
         return self
-
-    def build_text(self, seed: int = 0) -> Any:
-        """Return a source that encodes and decodes, and needs no files: by default `build`.
-
-        Args:
-            seed: Seed of the order of rows.
-        """
-        return self.build(seed)
 
 
 @runtime_checkable

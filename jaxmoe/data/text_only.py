@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmoe.data import tokenizer as tokenizers
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import SourceKind, Split
+from jaxmoe.data.source import SourceKind, SourceTraits, Split
 from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from pallas_kernels.array_types import Int
 
@@ -101,10 +101,14 @@ class TextOnlyConfig(SourceKind):
 
     name: ClassVar[str] = "tokenizer_only"
     takes_tokenizer: ClassVar[bool] = True
-    has_rows: ClassVar[bool] = False
 
     tokenizer: TokenizerConfig = BytesConfig()
     """Tokenizer of prompts and text."""
+
+    @property
+    def traits(self) -> SourceTraits:
+        """Properties that the rest of the library depends on."""
+        return SourceTraits(has_rows=False)
 
     def with_tokenizer(self, path: pathlib.Path) -> TextOnlyConfig:
         """Return the config with a copy of its tokenizer.json, if it has one."""
@@ -126,6 +130,24 @@ class TextOnlyConfig(SourceKind):
                 " data.tokenizer:file"
             )
         return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()), is_imported=True)
+
+
+def build_text(data: SourceKind, seed: int = 0) -> Any:
+    """Return a source that encodes and decodes; it reads data only to train a tokenizer.
+
+    Args:
+        data: Config of the source.
+        seed: Seed of the order of rows.
+
+    Raises:
+        DataError: The tokenizer cannot be read, or the data that it is trained on.
+    """
+    if not data.traits.has_rows or not data.takes_tokenizer:
+        return data.build(seed)
+    assert data.tokenizer is not None  # it is a field
+    if data.tokenizer.is_trained:
+        return data.build(seed)
+    return TextOnly(data.tokenizer.build(lambda: (), pathlib.Path()))
 
 
 def copy_config(tokenizer: TokenizerConfig, path: pathlib.Path) -> TokenizerConfig:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxmoe.data import Batch, Loader, Source, SourceKind, check_hosts, evaluation_batches
 from jaxmoe.data.mixture import tasks_of
 from jaxmoe.data.repacking import Repacking
+from jaxmoe.data.text_only import build_text
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.quantize import abstract_params, quantized_params
 from jaxmoe.optim.steps import backward_name
@@ -194,7 +195,7 @@ def _with_tasks(plan: RunPlan, source: Source) -> Source:
     adapter: Any = plan.model.adapter
     if adapter is None or "task" not in adapter.reads:
         return source
-    if plan.config.data.packs_levels:
+    if plan.config.data.traits.packs_levels:
         raise ValueError(
             f"adapter:{adapter.name} reads the task of each row, and documents that are packed by"
             " level change their rows: leave data.levels out"
@@ -251,7 +252,7 @@ def assemble(
         sequence_length=training.sequence_length,
         seed=training.seed,
         batch_sizes=training.batch_sizes if training.batch_ramp else None,
-        repacking=_repacking(plan, execution, mesh) if config.data.packs_levels else None,
+        repacking=_repacking(plan, execution, mesh) if config.data.traits.packs_levels else None,
     )
     assembly = Assembly(
         plan=plan,
@@ -288,8 +289,7 @@ def _source(config: PretrainConfig, data: SourceKind | None, *, needs_data: bool
     """Return the data, of which the vocabulary of the model holds all ids."""
     training = config.training
     data = config.data if data is None else data
-    build = data.build if needs_data else data.build_text
-    source: Source = build(training.seed)
+    source: Source = data.build(training.seed) if needs_data else build_text(data, training.seed)
     num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
     if source.vocab_size + num_masks > config.model.vocab_size:
         with_mask = " and the mask" if num_masks else ""

@@ -389,7 +389,7 @@ class PretrainConfig:
     @property
     def step_parts(self) -> tuple[StepPart, ...]:
         """Parts of a step beside gradients, update and guard."""
-        repacked = self.assigner.step_parts if self.data.packs_levels else ()
+        repacked = self.assigner.step_parts if self.data.traits.packs_levels else ()
         addresses = (address for part in self.parts for address in STEP_PARTS.get(part.name, ()))
         of_parts = (pkgutil.resolve_name(address)() for address in addresses)
         return (*self.training.step_parts, *of_parts, *repacked)

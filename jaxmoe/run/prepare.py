@@ -160,7 +160,7 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
     """
     has_adapter = config.model.adapter is not None
     config.execution.precision.check_trains(has_adapter=has_adapter)
-    if not config.data.has_rows:
+    if not config.data.traits.has_rows:
         raise ValueError(
             f"data:{config.data.name} has no rows to train on: choose data, such as data:files"
             " --data.path 'docs/**/*.md'"

@@ -365,7 +365,7 @@ class Run:
         Raises:
             ConfigurationError: There is no such checkpoint, or the run has no data.
         """
-        if not self.config.data.has_rows:
+        if not self.config.data.traits.has_rows:
             raise ConfigurationError(
                 f"run.directory={self.directory.path} holds a model without data of its own: give"
                 " held-out data, such as --data.path 'docs/**/*.md'"

@@ -13,6 +13,7 @@ from experiments.checkpoint import convert
 from experiments.cli.flags import ExitCode
 from experiments.evaluate_tasks.harness import text_tokens
 from jaxmoe.data import FilesConfig
+from jaxmoe.data.text_only import build_text
 from jaxmoe.data.tokenizer import BytesConfig, FileConfig, IdsConfig, TrainedConfig
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
@@ -57,7 +58,7 @@ def test_kept_tokenizer_encodes_as_the_data_did(docs, tmp_path, kind):
     moved.path.mkdir()
     copy_tokenizer(first, moved)
     shutil.rmtree(first.path, ignore_errors=True)
-    text = own_data(config, moved).build_text()
+    text = build_text(own_data(config, moved))
     np.testing.assert_array_equal(text.encode(prompt), expected)
     assert text.decode(expected) == source.decode(expected)
     assert text.vocab_size == source.vocab_size

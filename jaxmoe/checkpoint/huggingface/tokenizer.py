@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data import CorpusConfig, SourceKind, TextOnlyConfig
+from jaxmoe.data.chat import template_of
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
 from jaxmoe.data.tokenizer.byte_level import CHARACTERS
 from jaxmoe.json_bounds import parse_json
@@ -89,8 +90,10 @@ def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
 
 def _template(data: SourceKind, separator: str) -> dict[str, str]:
     """Return the file of the chat template by which the data writes conversations, if it does."""
-    text = data.chat_template(separator)
-    return {} if text is None else {_JINJA: text}
+    if (name := data.traits.template) is None:
+        return {}
+    assert data.tokenizer is not None  # conversations are text
+    return {_JINJA: template_of(name, data.tokenizer).jinja(separator)}
 
 
 def tokenizer_texts(tokenizer: SubwordTokenizer, *, is_trained: bool) -> dict[str, str]:

@@ -22,7 +22,7 @@ from jaxmoe.combinations import (
 from jaxmoe.training.balance import takes_two_passes
 
 _STAGES: Final = above("execution.mesh.stage", 1)
-_LEVELS: Final = trait("data", "packs_levels", "`levels`", shown="data.packing")
+_LEVELS: Final = equals("data.packing", "levels")
 _DETAILED: Final = equals("execution.telemetry", "detailed")
 _SKIPPING: Final = is_set("training.skipping")
 _HALVES: Final = equals("execution.halves", 2)

@@ -9,7 +9,7 @@ from typing import Final
 from jaxmoe.combinations import Row, above, equals, is_set, member, that, trait
 
 _STAGES: Final = above("execution.mesh.stage", 1)
-_LEVELS: Final = trait("data", "packs_levels", "`levels`", shown="data.packing")
+_LEVELS: Final = equals("data.packing", "levels")
 _DETAILED: Final = equals("execution.telemetry", "detailed")
 _FORWARD: Final = trait("training.gradients", "is_backward", "without a backward pass", value=False)
 _ONE_STAGE: Final = "set execution.mesh.stage to 1"

@@ -42,7 +42,7 @@ def level_packing(plan: StepPlan, assigner: LevelAssigner, chip: Chip) -> LevelP
         ValueError: The step cannot leave out micro-batches.
     """
     execution = plan.execution
-    packing = SimpleNamespace(packs_levels=True, packing="levels")
+    packing = SimpleNamespace(packing="levels")
     combinations.check(data=packing, execution=execution)
     room = level_room(plan)
     return LevelPacking(

@@ -34,7 +34,7 @@ ROWS: Final = (
     ),
     Row(
         _WORKERS,
-        trait("data", "packs_levels", "`levels`", shown="data.packing"),
+        equals("data.packing", "levels"),
         "{second} packs the batch of all devices, and {first} gives each worker a batch of its own",
         "set data.packing to best_fit",
     ),

@@ -15,7 +15,7 @@ To add a template: `jaxmoe/data/chat/template.py` (the interface to implement),
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.chat.built_in import ChatML, Plain
@@ -27,9 +27,8 @@ from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.packed import PackedSource, build_sources
 from jaxmoe.data.packing import CONCATENATED_WEIGHTS, Long
 from jaxmoe.data.reading.config import ReadingConfig
+from jaxmoe.data.source import SourceTraits, TemplateName
 from jaxmoe.data.tokenizer import TokenizerConfig
-
-TemplateName = Literal["chatml", "plain", "tokenizer"]
 
 
 def template_of(name: TemplateName, tokenizer: TokenizerConfig) -> ChatTemplate:
@@ -44,12 +43,12 @@ def template_of(name: TemplateName, tokenizer: TokenizerConfig) -> ChatTemplate:
     """
     if name != "tokenizer":
         return ChatML() if name == "chatml" else Plain()
-    if (place := tokenizer.directory) is None:
+    if (file := tokenizer.file) is None:
         raise DataError(
             "template=tokenizer reads the chat_template beside a tokenizer.json, and these tokens"
             " have none: choose chatml or plain"
         )
-    return read_template(place)
+    return read_template(file.parent)
 
 
 __all__ = [
@@ -73,7 +72,6 @@ class ChatConfig(ReadingConfig):
     """Conversations from files of your own; trains on the answers."""
 
     name: ClassVar[str] = "chat"
-    documents: ClassVar[str] = "conversations"
     is_implied: ClassVar[bool] = False
 
     path: tuple[str, ...] = ()
@@ -90,20 +88,9 @@ class ChatConfig(ReadingConfig):
     """Conversations longer than a row. cut: all pieces with an answer. truncate: the first piece.
     leave_out: none."""
 
-    @property
-    def has_loss_weights(self) -> bool:
-        """Whether parts of conversations are not predicted."""
-        return self.train_on != "all"
-
-    @property
-    def long_documents(self) -> Long:
-        """Pieces to keep of conversations that do not fit into a row."""
-        return self.long_conversations
-
-    def check(self) -> None:
-        """Raise a ValueError for invalid values."""
+    def __post_init__(self):
         # Not super(): a dataclass with slots is created twice, and the first is not an ancestor.
-        ReadingConfig.check(self)
+        ReadingConfig.__post_init__(self)
         if self.packing == "concatenate":
             raise ValueError(CONCATENATED_WEIGHTS)
         if not self.tokenizer.is_text:
@@ -111,7 +98,7 @@ class ChatConfig(ReadingConfig):
                 "data.tokenizer:ids has no text, and conversations are text: choose"
                 " data.tokenizer:bytes, :file or :trained"
             )
-        if self.template == "tokenizer" and self.tokenizer.directory is None:
+        if self.template == "tokenizer" and self.tokenizer.file is None:
             raise ValueError(
                 "data.template=tokenizer reads the chat_template beside a tokenizer.json: give one"
                 " with data.tokenizer:file --data.tokenizer.path DIR, or choose chatml or plain"
@@ -121,9 +108,14 @@ class ChatConfig(ReadingConfig):
         """Return the config that holds out all files, unless it names held-out files."""
         return dataclasses.replace(self, validation_path=self.validation_path or self.path)
 
-    def chat_template(self, separator: str) -> str:
-        """Return the text of the template; see `SourceKind.chat_template`."""
-        return self.build_template().jinja(separator)
+    @property
+    def traits(self) -> SourceTraits:
+        """Properties that the rest of the library depends on."""
+        return dataclasses.replace(
+            super(ChatConfig, self).traits,
+            has_loss_weights=self.train_on != "all",
+            template=self.template,
+        )
 
     def build_template(self) -> ChatTemplate:
         """Return the template of prompts and conversations.
@@ -153,4 +145,13 @@ class ChatConfig(ReadingConfig):
         if self.validation_path:
             held_out = conversations(self.validation_path, "data.validation_path")
         train = conversations(self.path, "data.path")
-        return build_sources(self, self.name, {"": train}, held_out=held_out, seed=seed)[""]
+        sources = build_sources(
+            self,
+            self.name,
+            {"": train},
+            held_out=held_out,
+            unit="conversations",
+            long=self.long_conversations,
+            seed=seed,
+        )
+        return sources[""]

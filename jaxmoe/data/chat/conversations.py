@@ -53,7 +53,7 @@ class Conversations(FileCollection):
 
     def content(self) -> dict[str, Any]:
         """Return sizes and sha256 of the files, the template and the tokens to train on."""
-        return {**super().content(), **self._mask()}
+        return {**self.content_of_files, **self._mask()}
 
     def records(self, tokenizer: Tokenizer | None) -> Iterator[Record | BadRecord]:
         """Yield the conversations of all files; without a tokenizer, their text."""
@@ -72,14 +72,14 @@ class Conversations(FileCollection):
     def warnings(self) -> list[str]:
         """Return what `records` found that does not stop it; answers without an end as well."""
         if not self._endless:
-            return super().warnings()
+            return self.warnings_of_files()
         end = self._template.end
         never = "the template names no end of an answer"
         if end is not None:
             written = "the separator between documents" if not end.text else repr(end.text)
             never = f"the template does not write {written} behind them, where generation stops"
         return [
-            *super().warnings(),
+            *self.warnings_of_files(),
             f"{self}: {sum(self._endless.values()):,} answers are trained without an end,"
             f" {next(iter(self._endless))} among them: {never}. The model will not end its answers:"
             " choose data.template chatml or plain, or a template that ends each answer so",

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.documents import BadRecords
-from jaxmoe.data.packing import Long, Packing
+from jaxmoe.data.packing import Packing
+from jaxmoe.data.source import SourceTraits
 from jaxmoe.data.subset import PartitionedConfig
-from jaxmoe.data.text_only import TextOnly, copy_config
+from jaxmoe.data.text_only import copy_config
 from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from jaxmoe.disk import cache_directory
 
@@ -22,8 +23,6 @@ class ReadingConfig(PartitionedConfig):
     """Fields of all sources that read documents."""
 
     takes_tokenizer: ClassVar[bool] = True
-    documents: ClassVar[str] = "documents"
-    """Word for the documents, in the plural."""
 
     tokenizer: TokenizerConfig = BytesConfig()
     """Tokenizer of text; model.vocab_size must be at least its vocabulary."""
@@ -39,43 +38,20 @@ class ReadingConfig(PartitionedConfig):
     """Directory of cached tokens; $XDG_CACHE_HOME/jaxmoe/data (~/.cache/...) when None."""
 
     def __post_init__(self):
-        self.check()
-
-    @property
-    def long_documents(self) -> Long:
-        """Pieces to keep of documents with weights that do not fit into a row."""
-        return "cut"
-
-    @property
-    def packs_levels(self) -> bool:
-        """Whether the documents of a step are packed by level."""
-        return self.packing == "levels"
-
-    def with_tokenizer(self, path: pathlib.Path) -> Any:
-        """Return the config with a copy of its tokenizer.json, if it has one."""
-        return dataclasses.replace(self, tokenizer=copy_config(self.tokenizer, path))
-
-    def build_text(self, seed: int = 0) -> Any:
-        """Return a source that encodes and decodes; it reads data only to train a tokenizer.
-
-        Args:
-            seed: Seed of the order of documents.
-
-        Raises:
-            DataError: The tokenizer cannot be read, or the data that it is trained on.
-        """
-        if self.tokenizer.is_trained:
-            config: Any = self
-            return config.build(seed)
-        return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()))
-
-    def check(self) -> None:
-        """Raise a ValueError for invalid values."""
         self.check_partition()
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1"
             )
+
+    @property
+    def traits(self) -> SourceTraits:
+        """Properties that the rest of the library depends on."""
+        return SourceTraits(packs_levels=self.packing == "levels")
+
+    def with_tokenizer(self, path: pathlib.Path) -> Any:
+        """Return the config with a copy of its tokenizer.json, if it has one."""
+        return dataclasses.replace(self, tokenizer=copy_config(self.tokenizer, path))
 
     @property
     def cache_directory(self) -> pathlib.Path:
@@ -101,9 +77,8 @@ class TextReadingConfig(ReadingConfig):
     text_field: str = "text"
     """Field (JSON) or column (Parquet) of the text."""
 
-    def check(self) -> None:
-        """Raise a ValueError for invalid values."""
+    def __post_init__(self):
         # Not super(): a dataclass with slots is created twice, and the first is not an ancestor.
-        ReadingConfig.check(self)
+        ReadingConfig.__post_init__(self)
         if not self.text_field:
             raise ValueError("data.text_field is empty: name the field that holds the text")

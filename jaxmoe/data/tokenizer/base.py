@@ -101,14 +101,9 @@ class TokenizerConfig(abc.ABC):
         """
 
     @property
-    def directory(self) -> pathlib.Path | None:
-        """Directory of its file, in which other files describe it; None without a file."""
-        return None
-
-    def move_file(self, before: pathlib.Path, after: pathlib.Path) -> TokenizerConfig:
-        """Return the config with `after` in the place of the file `before`, if it names that."""
-        del before, after
-        return self
+    @abc.abstractmethod
+    def file(self) -> pathlib.Path | None:
+        """Its tokenizer.json, beside which other files describe it; None where none is named."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +114,11 @@ class BytesConfig(TokenizerConfig):
     is_text: ClassVar[bool] = True
     is_bytes: ClassVar[bool] = True
     is_trained: ClassVar[bool] = False
+
+    @property
+    def file(self) -> None:
+        """None: bytes need no file."""
+        return None
 
     def build(self, texts: Texts, directory: pathlib.Path) -> ByteTokenizer:
         """Return the tokenizer."""
@@ -194,6 +194,11 @@ class IdsConfig(TokenizerConfig):
                 f"data.tokenizer.separator={self.separator} must be an id below "
                 f"vocab_size={self.vocab_size}"
             )
+
+    @property
+    def file(self) -> None:
+        """None: the tokenizer that made the ids is not named."""
+        return None
 
     def build(self, texts: Texts, directory: pathlib.Path) -> IdTokenizer:
         """Return the tokenizer."""

@@ -59,24 +59,17 @@ class FileConfig(TokenizerConfig):
             DataError: The file is missing or invalid, or the separator is not in the vocabulary.
         """
         del texts, directory
-        if not self.path:
+        if (file := self.file) is None:
             raise DataError("data.tokenizer.path is empty: give the path of a tokenizer.json")
-        path = pathlib.Path(self.path).expanduser()
-        return SubwordTokenizer(path / "tokenizer.json" if path.is_dir() else path, self.separator)
+        return SubwordTokenizer(file, self.separator)
 
     @property
-    def directory(self) -> pathlib.Path | None:
-        """Directory of its file, in which other files describe it; None without a file."""
+    def file(self) -> pathlib.Path | None:
+        """Its tokenizer.json, beside which other files describe it; None where none is named."""
         if not self.path:
             return None
         path = pathlib.Path(self.path).expanduser()
-        return path if path.is_dir() else path.parent
-
-    def move_file(self, before: pathlib.Path, after: pathlib.Path) -> FileConfig:
-        """Return the config with `after` in the place of the file `before`, if it names that."""
-        if pathlib.Path(self.path) != before:
-            return self
-        return dataclasses.replace(self, path=str(after))
+        return path / "tokenizer.json" if path.is_dir() else path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +90,11 @@ class TrainedConfig(TokenizerConfig):
                 f"data.tokenizer.vocab_size={self.vocab_size} must be at least "
                 f"{_SMALLEST_TRAINED}: 256 bytes and the separator"
             )
+
+    @property
+    def file(self) -> None:
+        """None: it is in the cache once it is trained."""
+        return None
 
     def build(self, texts: Texts, directory: pathlib.Path) -> SubwordTokenizer:
         """Train the tokenizer, unless the directory contains it."""

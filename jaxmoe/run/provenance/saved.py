@@ -240,7 +240,7 @@ def on_task(model: ModelConfig, data: SourceKind, task: str | None) -> ModelConf
         return model
     if model.adapter is None:
         raise ValueError(f"task={task}: the model has no adapter, and so no tasks: leave it out")
-    names = data.task_names
+    names = data.traits.task_names
     if task not in names and not task.lstrip("-").isdecimal():
         tasks_text = f", or by name one of {', '.join(names)}" if names else ""
         raise ValueError(f"task={task} is unknown: give the number of a task{tasks_text}")
@@ -355,7 +355,7 @@ def end_ids(
         ValueError: eos="stop", and the data has no end-of-text token.
     """
     is_imported = is_huggingface(directory.path)
-    if eos == "ignore" or (eos == "auto" and not (is_imported or not config.data.has_rows)):
+    if eos == "ignore" or (eos == "auto" and not (is_imported or not config.data.traits.has_rows)):
         return ()
     if is_imported:
         return eos_ids(read_fields(directory.path), read_generation(directory.path))

@@ -79,7 +79,7 @@ def check_model_tokens(data: Any, model: Any) -> None:
     """
     tokenizer = data.tokenizer
     model_tokenizer = model.tokenizer
-    if tokenizer == model_tokenizer or not data.has_rows:
+    if tokenizer == model_tokenizer or not data.traits.has_rows:
         return
     way_out = (
         "choose data:files, data:chat, data:mixture or data:huggingface, which take the model's own"
@@ -113,8 +113,8 @@ def _identity(tokenizer: TokenizerConfig) -> dict[str, Any] | None:
 
 
 def _brings_template(tokenizer: TokenizerConfig | None) -> bool:
-    place = None if tokenizer is None else tokenizer.directory
-    return place is not None and tokenizer_template.has_template(place)
+    file = None if tokenizer is None else tokenizer.file
+    return file is not None and tokenizer_template.has_template(file.parent)
 
 
 def _words(tokenizer: TokenizerConfig | None) -> str:
@@ -161,7 +161,7 @@ def chat_format(
     has_text = kind.is_text if tokenizer is not None else source.bytes_per_token == 1.0
     if not has_text:
         raise ValueError(f"run.directory={directory.path} has tokens without text")
-    default_template = "tokenizer" if kind.directory is not None else None
+    default_template = "tokenizer" if kind.file is not None else None
     name = name or getattr(data, "template", None) or default_template
     if name is None:
         raise ValueError(

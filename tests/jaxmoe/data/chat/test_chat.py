@@ -18,6 +18,7 @@ from jaxmoe.data import ChatConfig, DataError, Loader, Source, check_position
 from jaxmoe.data.chat import Message, read_messages
 from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.reading import rows as reading
+from jaxmoe.data.text_only import build_text
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, TrainedConfig
 from tests.jaxmoe.data.chat.tokenizers_with_templates import write_tokenizer
 
@@ -289,7 +290,7 @@ def test_template_is_read_beside_the_copy_of_a_run(tmp_path):
     write_tokenizer(tmp_path / "run")
     copy = config.with_tokenizer(tmp_path / "run" / "tokenizer.json")
     assert copy.build_template().identity() == config.build_template().identity()
-    assert copy.build_text().vocab_size == config.build().vocab_size
+    assert build_text(copy).vocab_size == config.build().vocab_size
 
 
 def test_changed_template_and_mask_refuse_to_resume():
