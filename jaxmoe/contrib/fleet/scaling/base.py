@@ -123,13 +123,13 @@ class ScalingConfig(abc.ABC):
     def build(self) -> Scaler:
         """Return the policy for one fleet."""
 
+    @abc.abstractmethod
     def first(self, num_instances: int) -> int:
-        """Return the instances at the beginning; all by default.
+        """Return the instances at the beginning.
 
         Args:
             num_instances: Instances at most.
         """
-        return num_instances
 
     def check(self, *, roles: Sequence[str], lacks: Collection[Need] = ()) -> None:
         """Raise if a fleet lacks what the policy needs.

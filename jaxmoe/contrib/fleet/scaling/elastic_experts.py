@@ -35,6 +35,10 @@ class ElasticExpertsConfig(RateScalingConfig):
         """What a policy of rates needs; and layouts on other numbers of devices."""
         return (*super(ElasticExpertsConfig, self).needs, "layouts")
 
+    def first(self, num_instances: int) -> int:
+        """Return all instances."""
+        return num_instances
+
     def build(self) -> Scaler:
         """Return the policy for one fleet."""
         least = 0

@@ -22,6 +22,10 @@ class FixedScalingConfig(ScalingConfig):
         """Infinity: there is nothing to decide."""
         return math.inf
 
+    def first(self, num_instances: int) -> int:
+        """Return all instances."""
+        return num_instances
+
     def build(self) -> Scaler:
         """Return the policy for one fleet."""
         return lambda view: Wanted()

@@ -64,6 +64,10 @@ class PolcaConfig(ScalingConfig):
         """Seconds between two decisions."""
         return self.interval
 
+    def first(self, num_instances: int) -> int:
+        """Return all instances."""
+        return num_instances
+
     def build(self) -> Scaler:
         """Return the policy for one fleet."""
         level = 0
