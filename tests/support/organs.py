@@ -10,13 +10,23 @@ the one file that needs them.
 from typing import Final
 
 REASONS: Final[dict[str, str]] = {
+    "Adapter.backward": "ReMix's router learns from several passes over each row, which only what"
+    " differentiates a step can make; it asks any adapter",
     "AttentionConfig.initial_cache": "every mixer has it; shared keys need attention's, for fewer"
     " layers",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
     " cache, which may change the loss and is therefore no field",
-    "HyperConnection.setup": "Flax's constructor; a loop adds a gate to those of a connection",
+    "DispatchConfig.after_pilot": "only P/D-Serve sets its numbers of instances by measured times;"
+    " the command that runs the pilot knows no member",
+    "Instance.view": "a plan that stops between layers sees how far each piece has come; rules and"
+    " policies ask any instance",
+    "ItemCache.is_valid": "answers of a semantic cache age; a replay asks before it counts a hit",
+    "RequestDispatcher.keeps": "SAGA alone weighs the pages of a call that has ended; the fleet,"
+    " which takes them back, asks any dispatcher",
+    "SourceKind.is_implied": "conversations have the flags of files, and text of files is not to"
+    " become conversations; the parser of flags asks the members of any choice",
 }
 """{"Class.member": why one subclass needs it, and why the base class is its place}."""
 
-UNTREATED: Final = 103
+UNTREATED: Final = 63
 """Most of these defaults that have no reason yet; it only falls."""
