@@ -35,8 +35,7 @@ class FactorsConfig(Adapter):
     expert_rank: int | None = None
     """Inner width for each routed expert; rank / experts, at least 1, when None."""
     alpha: float
-    """The addition is multiplied with alpha over the inner width of the matrix's own factors: rank,
-    and for routed experts expert_rank, whose additions are larger by rank / expert_rank."""
+    """The addition is multiplied with alpha over the inner width of the matrix's own factors."""
     targets: TargetsConfig = TargetsConfig()
     """Matrices that are adapted. Experts: --model.adapter.targets.roles expert_in expert_out."""
 

@@ -31,6 +31,8 @@ class LoraConfig(MatrixFactorsConfig):
     can_go_on: ClassVar[bool] = True
 
     alpha: float = 32.0
+    """The addition is multiplied with alpha over the inner width of the matrix's own factors: rank,
+    and for routed experts expert_rank, whose additions are larger by rank / expert_rank."""
     is_rank_stabilized: bool = False
     """Whether the addition is multiplied with alpha / sqrt(rank) instead."""
 

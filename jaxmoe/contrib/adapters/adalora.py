@@ -50,6 +50,7 @@ class AdaLoraConfig(MatrixFactorsConfig):
     has_after_step: ClassVar[bool] = True
 
     alpha: float = 32.0
+    """The addition is multiplied with alpha over the inner width of the matrix's own factors."""
     target_rank: int = 8
     """Mean inner width that is left in the end; rank is that in the beginning."""
     initial: int = 20

@@ -47,6 +47,7 @@ class LoraMixerConfig(MixedAdapter):
     members: int = 8
     """Additions to each matrix."""
     alpha: float = 16.0
+    """The mixture is multiplied with alpha / rank."""
     top_k: int = 3
     """Additions of a token at inference; in training it has all."""
     balance: float = 0.01

@@ -54,6 +54,7 @@ class MixtureOfShardsConfig(FactorsConfig):
     name: ClassVar[str] = "mixture_of_shards"
 
     alpha: float = 32.0
+    """The addition is multiplied with alpha over the inner width of the matrix's own factors."""
     equivalent_rank: int = 2
     """Rank of LoRA with as many parameters; rank is that of the additions."""
     shards: int = 4

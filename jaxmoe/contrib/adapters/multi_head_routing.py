@@ -50,6 +50,7 @@ class MultiHeadRoutingConfig(MixedAdapter):
     late_fields: ClassVar[tuple[str, ...]] = ("task",)
 
     alpha: float = 16.0
+    """The mixture is multiplied with alpha / rank."""
     tasks: int = 4
     """Tasks, at least as many as data.mix has parts."""
     splits: int = 1

@@ -55,6 +55,7 @@ class QuantisedChoicesConfig(MatrixFactorsConfig):
     late_fields: ClassVar[tuple[str, ...]] = ("mean_bits",)
 
     alpha: float = 32.0
+    """The addition is multiplied with alpha over the inner width of the matrix's own factors."""
     mean_bits: float = 3.0
     """Largest mean of the bits of the adapted layers outside of training, from 2 to 4."""
 

@@ -45,6 +45,7 @@ class TaskLoraConfig(MixedAdapter):
     late_fields: ClassVar[tuple[str, ...]] = ("task",)
 
     alpha: float = 16.0
+    """The mixture is multiplied with alpha / rank."""
     task: int = 0
     """Task of rows that have none, such as prompts; -1: they have no addition."""
 
