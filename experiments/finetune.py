@@ -2,18 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a trained run or a Hugging Face model: an adapter, or some of its own parameters.
 
-    python -m experiments.finetune --checkpoint.initial RUN data:files --data.path 'docs/**/*.md'
-    python -m experiments.finetune --checkpoint.initial DIR adapter:lora --adapter.rank 8 \\
+    python -m experiments.finetune --checkpoint.initial.path RUN data:files \\
+        --data.path 'docs/**/*.md'
+    python -m experiments.finetune --checkpoint.initial.path DIR adapter:lora --adapter.rank 8 \\
         --adapter.targets.roles attention_in attention_out expert_in expert_out
-    python -m experiments.finetune --checkpoint.initial RUN adapter:select
-    python -m experiments.finetune --checkpoint.initial RUN adapter:lift --adapter.refresh_every 50
-    python -m experiments.finetune --checkpoint.initial TUNED --adapter.trains logits
+    python -m experiments.finetune --checkpoint.initial.path RUN adapter:select
+    python -m experiments.finetune --checkpoint.initial.path RUN adapter:lift \\
+        --adapter.refresh_every 50
+    python -m experiments.finetune --checkpoint.initial.path TUNED --adapter.trains logits
 
-`--checkpoint.initial` gives model, tokenizer, data and precision; flags change them. `adapter:` is
-short for `model.adapter:`. `select` trains all but the routers unless told otherwise. A fine-tuned
-run gives its adapter as well: a new run goes on with it, such as MHR-z from MHR above. The run is
-like one of `pretrain`: the same command resumes, and evaluate, generate and report open it. Its
-checkpoints hold what is trained, and name the model that was adapted.
+`--checkpoint.initial.path` gives model, tokenizer, data and precision; flags change them.
+`adapter:` is short for `model.adapter:`. `select` trains all but the routers unless told otherwise.
+A fine-tuned run gives its adapter as well: a new run goes on with it, such as MHR-z from MHR above.
+The run is like one of `pretrain`: the same command resumes, and evaluate, generate and report open
+it. Its checkpoints hold what is trained, and name the model that was adapted.
 
 Text and conversations are read by the tokenizer and the chat template of the model, whatever the
 kind of data. The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation
@@ -40,7 +42,7 @@ from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
-from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
+from jaxmoe.run.config import CheckpointConfig, InitialConfig, PretrainConfig, RunConfig
 from jaxmoe.run.plan import trained_groups
 from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.run.provenance.tokens import check_model_tokens, model_data, with_model_tokens
@@ -49,7 +51,7 @@ from jaxmoe.training.replicas import SynchronousConfig
 from jaxmoe.training.stopwatch import process_age
 from sharding.pipeline import InterleavedConfig
 
-_INITIAL = "--checkpoint.initial"
+_INITIAL = "--checkpoint.initial.path"
 STEPS = 200
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 10
@@ -86,14 +88,14 @@ def finetune_config(initial: str | None) -> PretrainConfig:
     Raises:
         ValueError: There is no such model, or it is adapted itself.
     """
-    path = None if initial is None else model_directory(initial, "checkpoint.initial")
+    path = None if initial is None else model_directory(initial, "checkpoint.initial.path")
     saved = PretrainConfig() if path is None else saved_config(path)
     adapter = saved.model.adapter
     if adapter is not None and not adapter.can_go_on:
         raise ValueError(
-            f"checkpoint.initial={initial} holds an adapter ({adapter.name}) of"
-            f" {saved.checkpoint.initial}: fold it first, python -m experiments.checkpoint convert"
-            f" --run.directory {initial} --fold True"
+            f"checkpoint.initial.path={initial} holds an adapter ({adapter.name}) of"
+            f" {saved.checkpoint.initial_path}: fold it first, python -m experiments.checkpoint"
+            f" convert --run.directory {initial} --fold True"
         )
     objective: Any = saved.training.objective
     training = dataclasses.replace(
@@ -115,7 +117,7 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         schedule=LinearConfig(warmup_steps=WARMUP_STEPS),
         replicas=SynchronousConfig(),
         execution=execution,
-        checkpoint=CheckpointConfig(initial=path),
+        checkpoint=CheckpointConfig(initial=None if path is None else InitialConfig(path=path)),
         run=RunConfig(),
     )
 
@@ -135,11 +137,11 @@ def parse_tuning(
         The changed configuration. Exits as `flags.parse` does, also where the ids of the data mean
         something else than those of the model.
     """
-    if start.checkpoint.initial is None:
+    if start.checkpoint.initial_path is None:
         return flags.parse_flags(start, arguments, prog, description)
     flag_names = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in arguments}
     with flags.exit_on_bad_configuration():
-        tokens = model_data(start.checkpoint.initial)
+        tokens = model_data(start.checkpoint.initial_path)
         start, arguments = choose(start, arguments)
         data = with_model_tokens(
             start.data,
@@ -176,11 +178,11 @@ def with_fitting_optimizer(
     if is_chosen or config.optimizer.name != AdamWConfig.name:
         return config
     groups = trained_groups(config)
-    assert config.checkpoint.initial is not None  # checked before
+    assert config.checkpoint.initial_path is not None  # checked before
     if groups <= set(AdamWConfig.groups):
         return config
     candidates = (
-        saved_config(config.checkpoint.initial).optimizer,
+        saved_config(config.checkpoint.initial_path).optimizer,
         *(kind() for kind in OPTIMIZERS.values()),
     )
     fitting = next((candidate for candidate in candidates if groups <= set(candidate.groups)), None)
@@ -194,7 +196,7 @@ def with_fitting_optimizer(
 
 
 def initial_of(arguments: Sequence[str]) -> str | None:
-    """Return the value of `--checkpoint.initial`, which gives the defaults of the other flags.
+    """Return the value of `--checkpoint.initial.path`, which gives the defaults of the other flags.
 
     Args:
         arguments: Words of a command line.
@@ -230,14 +232,16 @@ def in_own_directory(config: PretrainConfig, command: str) -> PretrainConfig:
     Raises:
         ValueError: No initial model is given.
     """
-    if config.checkpoint.initial is None:
+    if config.checkpoint.initial_path is None:
         raise ValueError(
             f"{_INITIAL} is missing: name the model to train, a run directory or one of a Hugging"
             " Face model"
         )
     adapter = config.model.adapter
     kind = "full" if adapter is None else adapter.name
-    name = config.run.name or f"{pathlib.Path(config.checkpoint.initial).resolve().name}-{kind}"
+    name = (
+        config.run.name or f"{pathlib.Path(config.checkpoint.initial_path).resolve().name}-{kind}"
+    )
     directory = config.run.directory or f"runs/{command}/{name}"
     run = dataclasses.replace(config.run, name=name, directory=directory)
     return dataclasses.replace(config, run=run)

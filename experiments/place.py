@@ -17,7 +17,7 @@ tables by which a step predicts the device of each token's experts, those of the
 (`jaxmoe/contrib/token_routes/token_shuffle.py`), on as many devices; here on 4:
 
     python -m experiments.pretrain tiny --run.directory runs/pretrain/moved \
-        --checkpoint.initial runs/pretrain/placed \
+        --checkpoint.initial.path runs/pretrain/placed \
         --execution.mesh.data 1 --execution.mesh.expert 4 execution.dispatcher:all_to_all \
         --execution.dispatcher.token_tables runs/pretrain/tables.npz
 

@@ -4,7 +4,7 @@
 
     python -m experiments.pretrain [recipe] [--dotted.field value ...]
     python -m experiments.pretrain resume RUN [--training.steps 900 ...]
-    python -m experiments.pretrain branch RUN --run.name NAME [--checkpoint.initial_step 300 ...]
+    python -m experiments.pretrain branch RUN --run.name NAME [--checkpoint.initial.step 300 ...]
 
 The same command resumes, and so does `resume RUN`. With flags `resume` extends the run: more steps,
 another schedule, learning rate or evaluation, with the optimiser's state. `branch` does so in a new

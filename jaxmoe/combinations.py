@@ -463,23 +463,10 @@ ROWS: Final = (
         "set training.batch_ramp to None",
     ),
     Row(
-        equals("checkpoint.initial_state", "all"),
-        is_set("checkpoint.initial_mapping"),
+        equals("checkpoint.initial.state", "all"),
+        is_set("checkpoint.initial.mapping"),
         "{second} maps parameters, and {first} takes all arrays under their own names",
         "leave out one of them",
-    ),
-    *(
-        Row(
-            unset("checkpoint.initial"),
-            differs(f"checkpoint.{field}", *defaults),
-            "{second} is of another run",
-            "name it with --checkpoint.initial",
-        )
-        for field, defaults in (
-            ("initial_step", ()),
-            ("initial_mapping", ()),
-            ("initial_state", ("parameters",)),
-        )
     ),
 )
 """Rows of the core."""

@@ -62,9 +62,9 @@ def fold_run(run: FinishedRunConfig, target: pathlib.Path, bits: float | None = 
     params = jax.device_put(params, NamedSharding(assembly.mesh, PartitionSpec()))
     state = dataclasses.replace(state, params=params, opt_state={})
     model = dataclasses.replace(run_config.model, adapter=None)
-    checkpoint = dataclasses.replace(run_config.checkpoint, initial=None, initial_step=None)
+    checkpoint = dataclasses.replace(run_config.checkpoint, initial=None)
     # The optimiser of the adapter may lack the groups of the others.
-    initial = run_config.checkpoint.initial
+    initial = run_config.checkpoint.initial_path
     optimizer = run_config.optimizer if initial is None else saved_config(initial).optimizer
     config = dataclasses.replace(
         run_config, model=model, checkpoint=checkpoint, optimizer=optimizer

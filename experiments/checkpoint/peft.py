@@ -25,7 +25,7 @@ from jaxmoe.checkpoint.huggingface.peft_config import read_peft_fields
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
 from jaxmoe.checkpoint.streaming import open_stored
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
-from jaxmoe.run.config import CheckpointConfig, PretrainConfig, RunConfig
+from jaxmoe.run.config import CheckpointConfig, InitialConfig, PretrainConfig, RunConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.plan import make_plan
@@ -76,7 +76,7 @@ def export_adapter(
         for path, array in arrays.items()
         if path.startswith(_PARAMS)
     }
-    initial = config.checkpoint.initial
+    initial = config.checkpoint.initial_path
     base = initial if initial is not None and is_huggingface(initial) else ""
     write_peft(target, model, params, base=base, dtype=export.dtype)
     size = sum(file.stat().st_size for file in target.iterdir())
@@ -129,7 +129,7 @@ def import_adapter(source: str, target: pathlib.Path, import_config: ImportConfi
         saved,
         model=dataclasses.replace(saved.model, adapter=adapter),
         replicas=SynchronousConfig(),
-        checkpoint=CheckpointConfig(initial=base),
+        checkpoint=CheckpointConfig(initial=InitialConfig(path=base)),
         run=RunConfig(directory=str(target), name=target.name),
     )
     assembly = assemble(config, data=own_data(saved, RunDirectory(base)))

@@ -248,6 +248,14 @@ def _name_of(choice: FieldChoice, word: str, where: str) -> str:
     if name in choice.members or (choice.is_optional and name == "none"):
         return name
     names = ", ".join(choice.members)
+    if len(choice.members) == 1 and choice.is_optional:  # a group that is off by default
+        (cls,) = choice.members.values()
+        flags = [f"--{choice.path}.{field}" for field in field_types(cls)]
+        if registry_name(cls) is None:
+            raise ValueError(
+                f"{where} is a group of flags: did you mean {flags[0]} {word}?\n"
+                f"flags: {', '.join(flags)}"
+            )
     raise ValueError(f"{where} has no {word!r}{closest(name, choice.members)}\nchoices: {names}")
 
 

@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments.cli import flags
-from jaxmoe.run.config import EXTENSION_FIELDS, PretrainConfig
+from jaxmoe.run.config import EXTENSION_FIELDS, InitialConfig, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 
 WORDS = ("resume", "branch")
@@ -74,13 +74,8 @@ def _resume(config: PretrainConfig, path: str) -> PretrainConfig:
 
 def _branch(config: PretrainConfig, path: str) -> PretrainConfig:
     run = dataclasses.replace(config.run, directory=None, name=None, steal_lock=False)
-    checkpoint = dataclasses.replace(
-        config.checkpoint,
-        initial=path,
-        initial_step=None,
-        initial_mapping=None,
-        initial_state="all",
-    )
+    initial = InitialConfig(path=path, state="all")
+    checkpoint = dataclasses.replace(config.checkpoint, initial=initial)
     return dataclasses.replace(config, run=run, checkpoint=checkpoint)
 
 

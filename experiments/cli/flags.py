@@ -345,6 +345,9 @@ _SHORT: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 _MOVED: Final[Mapping[str, str]] = {
+    "checkpoint.initial_step": "--checkpoint.initial.step",
+    "checkpoint.initial_state": "--checkpoint.initial.state",
+    "checkpoint.initial_mapping": "--checkpoint.initial.mapping",
     "checkpoint.snapshot_every": "--snapshots.every",
     "checkpoint.on_lost_stage": "--parts check_free",
     "checkpoint.recovery_steps": "--check_free.recovery_steps",

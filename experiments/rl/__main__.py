@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a model on the rewards of its own answers (GRPO and its variants).
 
-    python -m experiments.rl --checkpoint.initial RUN reward:arithmetic
-    python -m experiments.rl --checkpoint.initial RUN reward:arithmetic --rl.group 8 \\
+    python -m experiments.rl --checkpoint.initial.path RUN reward:arithmetic
+    python -m experiments.rl --checkpoint.initial.path RUN reward:arithmetic --rl.group 8 \\
         --rl.prompts 32 --training.steps 200 --objective.beta 0.02 --objective.advantage rloo
-    python -m experiments.rl --checkpoint.initial RUN reward:arithmetic adapter:lora
-    python -m experiments.rl --checkpoint.initial RUN --rl.epochs 1 --rl.minibatches 4
+    python -m experiments.rl --checkpoint.initial.path RUN reward:arithmetic adapter:lora
+    python -m experiments.rl --checkpoint.initial.path RUN --rl.epochs 1 --rl.minibatches 4
 
 Each step draws groups of answers from the model as it is, scores them, and trains on them: twice by
 default (`--rl.epochs`), each time in one update (`--rl.minibatches`). Where all answers to all
 prompts have equal rewards, nothing changes.
-`--checkpoint.initial` gives model, tokenizer, held-out data and precision; flags change them.
+`--checkpoint.initial.path` gives model, tokenizer, held-out data and precision; flags change them.
 `reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
 `--training.objective.`; all parameters are trained without an adapter: by AdamW at 1e-4 or, where
 the model's parameterisation needs another optimiser, by the initial run's at a hundredth of its

@@ -75,9 +75,9 @@ class BaseModel:
         if manifest.base.get("fingerprint") != self.fingerprint:
             raise CheckpointError(
                 f"{where} adapts {manifest.base.get('path')} step {manifest.base.get('step')}, and"
-                f" checkpoint.initial={self.path} step {self.step} holds other parameters: name"
-                " the model that was adapted with --checkpoint.initial and"
-                " --checkpoint.initial_step"
+                f" checkpoint.initial.path={self.path} step {self.step} holds other parameters:"
+                " name the model that was adapted with --checkpoint.initial.path and"
+                " --checkpoint.initial.step"
             )
 
     def to_json(self) -> dict[str, Any]:

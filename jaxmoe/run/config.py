@@ -276,6 +276,22 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InitialConfig:
+    """Run or model from which a new run begins."""
+
+    path: str = ""
+    """Run directory, or directory of checkpoints, or that of a Hugging Face model."""
+    step: int | None = None
+    """Step of the checkpoint; the newest valid one when None."""
+    state: Literal["parameters", "all"] = "parameters"
+    """What is taken: parameters (and router state, if it fits), or all: also the optimiser's state,
+    the step and the data position, so that the new run is a branch that continues there; only the
+    schedule, the learning rate, the number of steps, evaluation and the like may differ."""
+    mapping: str | None = None
+    """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """Checkpoints."""
 
@@ -301,26 +317,27 @@ class CheckpointConfig:
     compare_replicas: int = 100
     """Steps between comparisons of replicated arrays over devices, which find a defective one; 0
     compares only at every save."""
-    initial: str | None = None
-    """Run directory, or directory of checkpoints, from which a new run begins: see
-    `initial_state`. Ignored by a run that has checkpoints."""
-    initial_step: int | None = None
-    """Step of the checkpoint in `initial`; the newest valid one when None."""
-    initial_state: Literal["parameters", "all"] = "parameters"
-    """What is taken from `initial`: parameters (and router state, if it fits), or all: also the
-    optimiser's state, the step and the data position, so that the new run is a branch that
-    continues there; only the schedule, the learning rate, the number of steps, evaluation and the
-    like may differ."""
-    initial_mapping: str | None = None
-    """Python file with `RULES`, where names or layouts differ: see jaxmoe/checkpoint/mapping.py."""
+    initial: InitialConfig | None = None
+    """Run or model from which a new run begins; None for initial values of its own. Ignored by a
+    run that has checkpoints."""
 
     def __post_init__(self):
+        if self.initial is not None and not self.initial.path:
+            raise ValueError(
+                "checkpoint.initial.path is missing: name the run or model from which the run"
+                " begins"
+            )
         _check_least(self, "checkpoint", 0, "every", "compare_replicas")
         _check_least(self, "checkpoint", 1, "max_failed_saves")
         if self.keep < 2:
             raise ValueError(
                 f"checkpoint.keep={self.keep} must be at least 2: the last may be unfinished"
             )
+
+    @property
+    def initial_path(self) -> str | None:
+        """Run or model from which a new run begins; None for none."""
+        return None if self.initial is None else self.initial.path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@
     newer          what parts of the run keep, at least as new as the newest checkpoint
     checkpoint     the newest valid one; before it, what a part makes of one that does not fit
     lost           what parts of the run make of checkpoints of which none is whole
-    another run    with `checkpoint.initial_state=all`: a checkpoint of another run, and its step;
+    another run    with `checkpoint.initial.state=all`: a checkpoint of another run, and its step;
                    with `checkpoint.initial`: the parameters of another run or model
     new            drawn from the seed
 """
@@ -198,14 +198,15 @@ def from_checkpoint(search: Search) -> Begun | None:
     if restored is None:
         return None
     if config.initial and search.assembly.plan.model.adapter is None:
-        say(f"checkpoint.initial={config.initial} is ignored: the run continues")
+        say(f"checkpoint.initial.path={config.initial_path} is ignored: the run continues")
     step, state = restored
     return search.with_data(step, state, f"step {step} from {checkpoints.directory}")
 
 
 def from_branch(search: Search) -> Begun | None:
     """Return a checkpoint of another run, of which this run is a branch."""
-    if search.config.initial_state != "all":
+    initial = search.config.initial
+    if initial is None or initial.state != "all":
         return None
     source, state = branched_state(search.assembly, search.shapes, search.lineage.check)
     origin = f"step {source.step} from {source.path}, of which this run is a branch"

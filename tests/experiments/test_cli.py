@@ -225,6 +225,17 @@ def test_a_flag_that_moved_to_a_part_is_answered_with_the_new_one(capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_value_for_a_group_that_is_off_is_answered_with_its_first_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parts("--checkpoint.initial", "runs/base")
+    assert stop.value.code == 2
+    said = "--checkpoint.initial is a group of flags: did you mean --checkpoint.initial.path"
+    assert f"{said} runs/base?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parts("--checkpoint.initial.step", "8")
+    assert "checkpoint.initial.path is missing" in capsys.readouterr().err
+
+
 def test_help_of_a_part_has_the_flags_that_add_it():
     page = help_page(PretrainConfig(), "snapshots", "prog", "A command.")
     assert page.startswith("snapshots: Keeps the state in host memory, with parity")

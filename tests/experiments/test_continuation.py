@@ -41,7 +41,7 @@ def test_extended_and_branched_runs_equal_longer_runs_bitwise(tmp_path, capsys):
 
     more = ("--training.steps", "20")
     named = ("--run.directory", str(branch))
-    words = ["branch", str(short), *named, *more, "--checkpoint.initial_step", "8"]
+    words = ["branch", str(short), *named, *more, "--checkpoint.initial.step", "8"]
     assert pretrain.main(words) == ExitCode.DONE
     printed = capsys.readouterr().out
     assert "(continuing after step 8)" in printed
@@ -71,7 +71,7 @@ def test_extended_and_branched_runs_equal_longer_runs_bitwise(tmp_path, capsys):
     assert pretrain.main(more) == ExitCode.DONE
     printed = capsys.readouterr().out
     assert "rate     0.0025 at step 10, 0.003 at step 11" in printed
-    assert f"branch {short} --checkpoint.initial_step 8 --run.name NAME" in printed
+    assert f"branch {short} --checkpoint.initial.step 8 --run.name NAME" in printed
     assert json.loads((short / "summary.json").read_text())["steps"] == 11
 
 

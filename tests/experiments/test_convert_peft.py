@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 def test_imported_adapter_is_a_run_without_the_base(folder):
     config = json.loads((folder / "run" / "config.json").read_text())
-    assert config["checkpoint"]["initial"] == str(folder / "base")
+    assert config["checkpoint"]["initial"]["path"] == str(folder / "base")
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["base"]) == ("imported", str(folder / "base"))
     manifest = read_manifest(folder / "run" / "checkpoints" / "0")

@@ -42,7 +42,7 @@ OTHERS = {
 
 
 def flags(base, directory, steps, *more, adapter=ADAPTER):
-    where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
+    where = ("--checkpoint.initial.path", str(base), "--run.directory", str(directory))
     length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
     outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
     return [*where, *adapter, *length, *outputs, *more]
@@ -194,10 +194,13 @@ def test_bits_of_layers_are_for_adapters_that_choose_them(tuned, tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "--checkpoint.initial is missing"),
-        (("--checkpoint.initial", "nowhere"), "nowhere"),
-        (("--checkpoint.initial", "{finished}", "--adapter.rank", "0"), "adapter.rank=0 must be"),
-        (("--checkpoint.initial", "{finished}", "--adapter.rnak", "2"), "adapter.rank?"),
+        ((), "--checkpoint.initial.path is missing"),
+        (("--checkpoint.initial.path", "nowhere"), "nowhere"),
+        (
+            ("--checkpoint.initial.path", "{finished}", "--adapter.rank", "0"),
+            "adapter.rank=0 must be",
+        ),
+        (("--checkpoint.initial.path", "{finished}", "--adapter.rnak", "2"), "adapter.rank?"),
     ],
 )
 def test_commands_that_cannot_run_say_why(words, message, finished, tuned, capsys):
@@ -228,7 +231,7 @@ def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(tuned, moved)
     config = json.loads((moved / "config.json").read_text())
-    config["checkpoint"]["initial"] = str(tmp_path / "gone")
+    config["checkpoint"]["initial"]["path"] = str(tmp_path / "gone")
     (moved / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="gone"):
         load_run(str(moved), None, needs_data=False)

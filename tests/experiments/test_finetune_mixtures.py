@@ -28,7 +28,7 @@ def mixture(texts):
 
 
 def tuning(base, directory, name, texts):
-    where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
+    where = ("--checkpoint.initial.path", str(base), "--run.directory", str(directory))
     adapter = (f"adapter:{name}", *ADAPTERS[name])
     return [*where, *QUICK, "--tracking.trackers", *mixture(texts), *adapter]
 
@@ -81,7 +81,7 @@ def test_logits_alone_go_on_from_trained_additions_and_a_prompt_names_its_task(
     """MHR-z from the command line, and generate --task."""
     first, second = tmp_path / "first", tmp_path / "second"
     assert finetune.main(tuning(base, first, "multi_head_routing", texts)) == ExitCode.DONE
-    where = ["--checkpoint.initial", str(first), "--run.directory", str(second)]
+    where = ["--checkpoint.initial.path", str(first), "--run.directory", str(second)]
     quick = [*where, *QUICK, "--tracking.trackers"]
     assert finetune.main([*quick, "--adapter.trains", "logits"]) == ExitCode.DONE
     manifest = read_manifest(second / "checkpoints" / "2")

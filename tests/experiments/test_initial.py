@@ -28,10 +28,12 @@ def test_another_optimizer_takes_the_parameters(tmp_path, capsys):
         pretrain.main(flags(first, 3, *other))
     assert stopped.value.code == ExitCode.BAD_CONFIGURATION
     text = " ".join("".join(capsys.readouterr()).split())
-    assert "optimizer.beta1" in text and f"begin there with --checkpoint.initial {first}" in text
+    assert (
+        "optimizer.beta1" in text and f"begin there with --checkpoint.initial.path {first}" in text
+    )
 
     # A rate of nothing shows what the run began with.
-    still = (*other, "--optimizer.learning_rate", "1e-30", "--checkpoint.initial", str(first))
+    still = (*other, "--optimizer.learning_rate", "1e-30", "--checkpoint.initial.path", str(first))
     assert pretrain.main(flags(second, 3, *still)) == ExitCode.DONE
     printed = capsys.readouterr().out
     assert (
@@ -44,4 +46,6 @@ def test_another_optimizer_takes_the_parameters(tmp_path, capsys):
     assert json.loads((second / "summary.json").read_text())["steps"] == 3
 
     assert pretrain.main(flags(second, 3, *still)) == ExitCode.DONE
-    assert f"checkpoint.initial={first} is ignored: the run continues" in capsys.readouterr().out
+    assert (
+        f"checkpoint.initial.path={first} is ignored: the run continues" in capsys.readouterr().out
+    )

@@ -37,7 +37,7 @@ def begun(tmp_path_factory):
 
 
 def flags(begun, directory, steps, *more):
-    where = ("--checkpoint.initial", str(begun), "--run.directory", str(directory))
+    where = ("--checkpoint.initial.path", str(begun), "--run.directory", str(directory))
     sizes = ("--rl.group", "2", "--rl.prompts", "4", "--rl.max_tokens", "4")
     length = ("--training.steps", str(steps), "--schedule.warmup_steps", "1")
     outputs = ("--tracking.sample_length", "0", "--checkpoint.every", "2", "--tracking.trackers")
@@ -254,7 +254,7 @@ def test_answers_drawn_ahead_and_sent_updates_are_bitwise_those_of_copies(begun,
 
 
 REFUSED = {
-    "--checkpoint.initial is missing": ("--rl.group", "2"),
+    "--checkpoint.initial.path is missing": ("--rl.group", "2"),
     "training.batch_size=8 must be rl.prompts x rl.group = 4": (
         "--rl.group",
         "2",

@@ -76,7 +76,7 @@ DATA = {
 
 
 def parsed(model, *words):
-    where = ["--checkpoint.initial", str(model), *words]
+    where = ["--checkpoint.initial.path", str(model), *words]
     start = finetune.finetune_config(str(model))
     return finetune.parse_tuning(start, where, "finetune", "about")
 

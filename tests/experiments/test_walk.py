@@ -69,7 +69,7 @@ def test_the_demo_is_fine_tuned_rewarded_and_served(demo, tmp_path):
     questions.write_text('{"prompt": "def ", "answer": "[a-zA-Z0-9 ]"}\n' * 4)
 
     def begin(base, directory):
-        where = ("--checkpoint.initial", str(base), "--run.directory", str(directory))
+        where = ("--checkpoint.initial.path", str(base), "--run.directory", str(directory))
         return [*where, "--training.steps", "2", "--schedule.warmup_steps", "0", *QUIET]
 
     assert finetune.main([*begin(demo, tuned), "adapter:select"]) == ExitCode.DONE

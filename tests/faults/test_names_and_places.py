@@ -93,7 +93,7 @@ def test_a_directory_whose_name_is_not_utf8_is_refused_in_words(tmp_path, monkey
         (pretrain.main, ("tiny", "--run.directory", NO_TEXT)),
         (pretrain.main, ("resume", NO_TEXT)),
         (pretrain.main, ("--data.path", NO_TEXT)),
-        (finetune.main, ("--checkpoint.initial", NO_TEXT)),
+        (finetune.main, ("--checkpoint.initial.path", NO_TEXT)),
         (evaluate.main, ("--run.directory", NO_TEXT)),
     ],
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import operator
 import pathlib
 import subprocess
 
@@ -61,7 +62,7 @@ GIVEN = {
     "tpu_vm": {"accelerator_type": "v5litepod-16", "zone": "us-central1-a"},
 }
 COMMAND = "python -m experiments.pretrain --run.directory /runs/x"
-FLAGS = ("run.name", "run.directory", "profile.steps", "checkpoint.initial", "optimizer")
+FLAGS = ("run.name", "run.directory", "profile.steps", "checkpoint.initial.path", "optimizer")
 
 
 def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
@@ -120,8 +121,7 @@ def _flag(flag: str, word: str) -> Outcome:
         raw = [c for c in text if not c.isprintable() and c != "\n"]
         assert not raw, f"--{flag}={word!r}: the message has {raw}"
         return Outcome("refused", text.strip().replace("\n", " / "))
-    group, _, name = flag.partition(".")
-    found = getattr(getattr(config, group), name) if name else None
+    found = operator.attrgetter(flag)(config) if "." in flag else None
     assert found == word, f"--{flag}={word!r} is read as {found!r}"
     assert from_json(PretrainConfig, to_json(config)) == config
     return Outcome("taken", f"--{flag}={word!r}")

@@ -146,15 +146,12 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (ANSWERS | COMPARED, NO_PARTS),
     (
         {
-            "checkpoint.initial": "runs/a",
-            "checkpoint.initial_state": "all",
-            "checkpoint.initial_mapping": "rules.py",
+            "checkpoint.initial.path": "runs/a",
+            "checkpoint.initial.state": "all",
+            "checkpoint.initial.mapping": "rules.py",
         },
-        {"checkpoint.initial_mapping": None},
+        {"checkpoint.initial.mapping": None},
     ),
-    ({"checkpoint.initial_step": 0}, {"checkpoint.initial": "runs/a"}),
-    ({"checkpoint.initial_mapping": "rules.py"}, {"checkpoint.initial": "runs/a"}),
-    ({"checkpoint.initial_state": "all"}, {"checkpoint.initial": "runs/a"}),
     (ON_ADAPTERS["lift"] | IN_HOST, {"execution.optimizer_memory": "device"}),
     # Adapters.
     (ON_ADAPTERS["mixture_of_shards"] | STAGES, ONE_STAGE),

@@ -10,8 +10,8 @@
 the number in base O, with factor 1; -1 takes in each layer the option with the largest mean p_o
 in the sequence. `jaxmoe.contrib.depth.size_oracle` tries all numbers.
 
-Stage 2 starts from the parameters of stage 1 by `--checkpoint.initial RUN`. Both sizes are computed
-for all tokens: this studies choices and saves no time.
+Stage 2 starts from the parameters of stage 1 by `--checkpoint.initial.path RUN`. Both sizes are
+computed for all tokens: this studies choices and saves no time.
 
 Source: Duo-LLM, arXiv 2410.10846.
 """

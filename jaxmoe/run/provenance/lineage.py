@@ -163,7 +163,7 @@ def check_config(
     Raises:
         ValueError: A field has changed that may not; the message has one line per field.
     """
-    way_out = f", and begin there with --checkpoint.initial {directory.path}"
+    way_out = f", and begin there with --checkpoint.initial.path {directory.path}"
     saved = directory.config_json() if directory.has_config() else to_json(config)
     changes = differences(saved, config, FREE_FIELDS, FIXED_FIELDS)
     refused = differences(saved, config, (*FREE_FIELDS, *EXTENSION_FIELDS), FIXED_FIELDS)
@@ -182,7 +182,7 @@ def check_config(
         raise ValueError(
             f"training.steps={config.training.steps} is below step {step}, which the run has done:"
             f" branch from an earlier checkpoint with python -m experiments.pretrain branch"
-            f" {directory.path} --checkpoint.initial_step STEP --run.name NAME"
+            f" {directory.path} --checkpoint.initial.step STEP --run.name NAME"
         )
 
     def record() -> None:
@@ -205,7 +205,8 @@ def record_source(directory: RunDirectory, source: LineageSource, config: Pretra
     Raises:
         ValueError: A file cannot be read or written.
     """
-    is_branch = config.checkpoint.initial_state == "all"
+    initial = config.checkpoint.initial
+    is_branch = initial is not None and initial.state == "all"
     parent = RunDirectory(source.path)
     if is_branch and parent.has_config():
         _copy_records(parent, directory, source.step)
@@ -231,8 +232,8 @@ def check_branch(saved: Mapping[str, Any], config: PretrainConfig) -> None:
     free = (*FREE_FIELDS, *EXTENSION_FIELDS)
     if refused := differences(saved, config, free, FIXED_FIELDS):
         raise ValueError(
-            f"checkpoint.initial={config.checkpoint.initial} {_refusal(refused)}; or take its"
-            " parameters only, with --checkpoint.initial_state parameters"
+            f"checkpoint.initial.path={config.checkpoint.initial_path} {_refusal(refused)}; or take"
+            " its parameters only, with --checkpoint.initial.state parameters"
         )
 
 
@@ -320,7 +321,7 @@ def _show_rates(directory: RunDirectory, before: RunPlan, after: RunPlan, step: 
     if earlier:
         way_out = (
             f"to continue from before that: python -m experiments.pretrain branch {directory.path}"
-            f" --checkpoint.initial_step {max(earlier)} --run.name NAME"
+            f" --checkpoint.initial.step {max(earlier)} --run.name NAME"
         )
     say(f"note     the learning rate had begun to fall, and rises again; {way_out}")
 

@@ -41,7 +41,13 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import separator_of
 from jaxmoe.json_bounds import read_record
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
+from jaxmoe.run.config import (
+    EvaluationConfig,
+    InitialConfig,
+    PretrainConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from jaxmoe.run.directory import RunDirectory
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig
@@ -189,7 +195,8 @@ def _on_base(config: PretrainConfig, path: Any, initial: str | None) -> Pretrain
             f"run.initial={initial}: {path} has no adapter, its checkpoints hold all parameters:"
             " leave it out"
         )
-    checkpoint = dataclasses.replace(config.checkpoint, initial=initial)
+    base = dataclasses.replace(config.checkpoint.initial or InitialConfig(), path=initial)
+    checkpoint = dataclasses.replace(config.checkpoint, initial=base)
     return dataclasses.replace(config, checkpoint=checkpoint)
 
 

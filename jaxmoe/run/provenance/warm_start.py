@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a new run from the parameters, or from the whole state, of another.
 
-    python -m experiments.pretrain tiny --run.name second --checkpoint.initial runs/pretrain/tiny
+    python -m experiments.pretrain --run.name second --checkpoint.initial.path runs/pretrain/tiny
     python -m experiments.pretrain branch runs/pretrain/tiny --run.name longer --training.steps 900
 
 The first takes the parameters, by name or by a mapping, from any mesh, and the router state if all
 of it has the same shapes. Optimiser state, step and data position start anew; a message lists what
-was left behind. The second (`checkpoint.initial_state=all`) takes all arrays, the step and the data
+was left behind. The second (`checkpoint.initial.state=all`) takes all arrays, the step and the data
 position.
 
 With an adapter `checkpoint.initial` is the model that the run adapts. Checkpoints of the run leave
@@ -37,7 +37,7 @@ from jaxmoe.configs import TAG
 from jaxmoe.fingerprints import fingerprints
 from jaxmoe.messages import say
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import CheckpointConfig
+from jaxmoe.run.config import CheckpointConfig, InitialConfig
 from jaxmoe.run.provenance.lineage import LineageSource, check_branch
 from jaxmoe.run.provenance.saved import huggingface_values
 from jaxmoe.training.state import TrainState, state_around
@@ -60,19 +60,20 @@ def base_of(assembly: Assembly) -> BaseModel | None:
     )
     if not left_out:
         return None
-    if config.initial is None:
+    initial = config.initial
+    if initial is None:
         raise ValueError(
             f"model.adapter={plan.model.adapter.name} trains a part of a model that is there: name"
-            " it with --checkpoint.initial, a run directory or one of a Hugging Face model"
+            " it with --checkpoint.initial.path, a run directory or one of a Hugging Face model"
         )
     if plan.model.adapter.moves_base:
         return None
-    if not is_huggingface(config.initial):
+    if not is_huggingface(initial.path):
         first = initial_manifest(config)
         config = config if first.base is None else adapted_by(config, first)
-    assert config.initial is not None  # a manifest names its model
-    if is_huggingface(config.initial):
-        read = functools.partial(_read_huggingface, assembly, config.initial)
+        initial = _initial(config)
+    if is_huggingface(initial.path):
+        read = functools.partial(_read_huggingface, assembly, initial.path)
         full = {row.path: None for row in plan.table if row.path in left_out}
         prints = fingerprints(traverse_util.unflatten_dict(read(full), sep="/"))
         step = 0
@@ -82,7 +83,7 @@ def base_of(assembly: Assembly) -> BaseModel | None:
         prints = _of_params(manifest.fingerprints, left_out)
         read = functools.partial(_read_run, initial_directory(config), manifest.step, config.verify)
     return BaseModel(
-        path=config.initial,
+        path=initial.path,
         step=step,
         fingerprint=fingerprint_of(prints),
         left_out=left_out,
@@ -136,9 +137,9 @@ def branched_state(
     check_branch(manifest.config, dataclasses.replace(plan.config, model=plan.model))
     if manifest.step >= training.steps:
         raise ValueError(
-            f"checkpoint.initial={config.initial} has done step {manifest.step} of"
+            f"checkpoint.initial.path={config.initial_path} has done step {manifest.step} of"
             f" training.steps={training.steps}: give more steps, or an earlier"
-            " checkpoint.initial_step"
+            " checkpoint.initial.step"
         )
     check(manifest)
     manager = CheckpointManager(directory, is_writer=False, verify=config.verify)
@@ -161,7 +162,7 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[LineageSource,
             have another shape or dtype; lists all of them.
     """
     config = assembly.plan.config.checkpoint
-    if is_huggingface(str(config.initial)):
+    if is_huggingface(_initial(config).path):
         return _of_huggingface(assembly, state)
     directory = initial_directory(config)
     rules = _rules(config)
@@ -196,7 +197,8 @@ def adapted_by(config: CheckpointConfig, manifest: CheckpointManifest) -> Checkp
     assert manifest.base is not None  # of an adapter
     path = manifest.base["path"]
     step = None if is_huggingface(path) else manifest.base["step"]
-    return dataclasses.replace(config, initial=path, initial_step=step)
+    initial = dataclasses.replace(_initial(config), path=path, step=step)
+    return dataclasses.replace(config, initial=initial)
 
 
 def _of_adapter(
@@ -224,9 +226,9 @@ def _of_adapter(
     missing = {path for path in saved_paths - factors.keys() if path.endswith((":down", ":downs"))}
     if differing := sorted((factors.keys() - saved_paths) | missing):
         raise ValueError(
-            f"checkpoint.initial={config.initial} holds another adapter than model.adapter, which"
-            f" differ in {differing[0]}: repeat its fields, or fold it first, python -m"
-            " experiments.checkpoint convert --fold True"
+            f"checkpoint.initial.path={config.initial_path} holds another adapter than"
+            f" model.adapter, which differ in {differing[0]}: repeat its fields, or fold it"
+            " first, python -m experiments.checkpoint convert --fold True"
         )
     target = {"params": traverse_util.unflatten_dict(factors, sep="/")}
     restored = restore_part(
@@ -234,7 +236,7 @@ def _of_adapter(
     )
     factors = traverse_util.flatten_dict(restored["params"], sep="/")
     state = dataclasses.replace(state, params=traverse_util.unflatten_dict(flat | factors, sep="/"))
-    say(f"initial  adapter from {config.initial} step {manifest.step}")
+    say(f"initial  adapter from {config.initial_path} step {manifest.step}")
     based = dataclasses.replace(plan.config, checkpoint=adapted_by(config, manifest))
     at_base = dataclasses.replace(assembly, plan=dataclasses.replace(plan, config=based))
     _, started = initial_state(at_base, state)
@@ -247,14 +249,14 @@ def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[LineageSourc
     Raises:
         ValueError: The model is another, or a step or a mapping is given.
     """
-    config = assembly.plan.config.checkpoint
-    for field in ("initial_step", "initial_mapping"):
-        if (value := getattr(config, field)) is not None:
+    initial = _initial(assembly.plan.config.checkpoint)
+    path = initial.path
+    for field in ("step", "mapping"):
+        if (value := getattr(initial, field)) is not None:
             raise ValueError(
-                f"checkpoint.{field}={value}: {config.initial} holds a Hugging Face model, which"
+                f"checkpoint.initial.{field}={value}: {path} holds a Hugging Face model, which"
                 " has neither steps nor other names: leave it out"
             )
-    path = str(config.initial)
     params, router_state = huggingface_values(path, assembly.execution, assembly.mesh)
     file_shapes = describe({"params": params})
     model_shapes = describe({"params": plain(state.params)})
@@ -263,9 +265,9 @@ def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[LineageSourc
             p for p in file_shapes | model_shapes if file_shapes.get(p) != model_shapes.get(p)
         )
         raise ValueError(
-            f"checkpoint.initial={path} holds another model than model: {', '.join(differing[:5])}"
-            f" and {max(len(differing) - 5, 0)} more differ: take its own with python -m"
-            f" experiments.finetune --checkpoint.initial {path}"
+            f"checkpoint.initial.path={path} holds another model than model:"
+            f" {', '.join(differing[:5])} and {max(len(differing) - 5, 0)} more differ: take"
+            f" its own with python -m experiments.finetune --checkpoint.initial.path {path}"
         )
     replicated = NamedSharding(assembly.mesh, PartitionSpec())
     router_state = jax.device_put(router_state, replicated) if router_state else None
@@ -300,19 +302,26 @@ def _begin(assembly: Assembly, state: TrainState, params: Any, router_state: Any
 
 
 def _source(config: CheckpointConfig, manifest: CheckpointManifest) -> LineageSource:
-    return LineageSource(path=str(config.initial), step=manifest.step, config=manifest.config)
+    return LineageSource(path=_initial(config).path, step=manifest.step, config=manifest.config)
+
+
+def _initial(config: CheckpointConfig) -> InitialConfig:
+    """Return the run or model from which a run begins, which has one."""
+    assert config.initial is not None  # by the caller
+    return config.initial
 
 
 def initial_directory(config: CheckpointConfig) -> pathlib.Path:
     """Return the directory of checkpoints of `checkpoint.initial`, or the directory itself."""
-    path = pathlib.Path(str(config.initial)).expanduser()
+    path = pathlib.Path(_initial(config).path).expanduser()
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def _rules(config: CheckpointConfig) -> tuple[MappingRule, ...]:
-    if config.initial_mapping is None:
+    mapping = _initial(config).mapping
+    if mapping is None:
         return ()
-    return read_rules(config.initial_mapping, "checkpoint.initial_mapping")
+    return read_rules(mapping, "checkpoint.initial.mapping")
 
 
 def initial_manifest(config: CheckpointConfig) -> CheckpointManifest:
@@ -325,12 +334,12 @@ def initial_manifest(config: CheckpointConfig) -> CheckpointManifest:
         directory = initial_directory(config)
         manager = CheckpointManager(directory, is_writer=False, verify=config.verify)
     except CheckpointError as error:
-        raise ValueError(f"checkpoint.initial={config.initial}: {error}") from error
+        raise ValueError(f"checkpoint.initial.path={config.initial_path}: {error}") from error
     try:
-        step = config.initial_step
+        step = _initial(config).step
         if step is None and (step := manager.newest_whole_step()) is None:
             raise ValueError(
-                f"checkpoint.initial={config.initial} holds no checkpoint that is whole"
+                f"checkpoint.initial.path={config.initial_path} holds no checkpoint that is whole"
             )
         return manager.shared_manifest(step)
     finally:

@@ -13,6 +13,7 @@ from jaxmoe.messages import say
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing.composition import advice, causal_advice
 from jaxmoe.run.assemble import Assembly, describe_mesh, entropy_floor
+from jaxmoe.run.config import InitialConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
 from jaxmoe.run.plan import RunPlan, describe_rates
@@ -122,9 +123,9 @@ def _adapter_lines(plan: RunPlan) -> list[str]:
     sizes = [row.size for row in table.trained_rows]
     frozen = sum(row.size for row in table if row.is_frozen)
     width = plan.config.execution.precision.parameter_dtype.itemsize
-    initial = plan.config.checkpoint
-    step = "" if initial.initial_step is None else f" step {initial.initial_step}"
-    base = f"base     {initial.initial}{step}, {format_count(frozen)} parameters frozen"
+    initial = plan.config.checkpoint.initial or InitialConfig()
+    step = "" if initial.step is None else f" step {initial.step}"
+    base = f"base     {initial.path}{step}, {format_count(frozen)} parameters frozen"
     counts = (
         f"adapter  {adapter.words}: {len(sizes)} arrays, {format_count(sum(sizes))} parameters"
         f" trained, {sum(sizes) * width / 1e6:.2f} MB, {sum(sizes) / table.total:.1%} of all"

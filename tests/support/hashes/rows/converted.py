@@ -103,7 +103,7 @@ def _tuned(directory: pathlib.Path) -> pathlib.Path:
     from experiments import finetune
 
     base = _trained(directory)
-    adapter = ["adapter:lora", "--adapter.rank", "2", "--checkpoint.initial", str(base)]
+    adapter = ["adapter:lora", "--adapter.rank", "2", "--checkpoint.initial.path", str(base)]
     length = ["--training.steps", "2", "--schedule.warmup_steps", "1", "--tracking.trackers"]
     where = ["--run.directory", str(directory / "tuned")]
     if code := finetune.main([*adapter, *where, *length, *runs.QUIET]):

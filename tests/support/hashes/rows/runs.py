@@ -227,7 +227,7 @@ def _branched(directory: pathlib.Path) -> dict[str, str]:
     from experiments import pretrain
 
     train(directory / "run", "--checkpoint.every", "2")
-    where = ["--run.directory", str(directory / "branch"), "--checkpoint.initial_step", "2"]
+    where = ["--run.directory", str(directory / "branch"), "--checkpoint.initial.step", "2"]
     _check(pretrain.main(["branch", str(directory / "run"), *where, "--training.steps", "3"]))
     return parts_of_run(directory / "branch")
 
@@ -254,7 +254,7 @@ def _finetuned(directory: pathlib.Path) -> dict[str, str]:
     from experiments import finetune
 
     train(directory / "base")
-    adapter = ["adapter:lora", "--adapter.rank", "2", "--checkpoint.initial"]
+    adapter = ["adapter:lora", "--adapter.rank", "2", "--checkpoint.initial.path"]
     where = [str(directory / "base"), "--run.directory", str(directory / "tuned")]
     length = ["--training.steps", "2", "--schedule.warmup_steps", "1", "--tracking.trackers"]
     _check(finetune.main([*adapter, *where, *length, *QUIET]))
@@ -270,7 +270,7 @@ def _reinforced(directory: pathlib.Path) -> dict[str, str]:
     text.write_text("\n".join(json.dumps({"text": line}) for line in sums))
     data = ("data:files", "--data.path", str(text), "--data.cache", str(directory))
     train(directory / "base", *data, "--model.vocab_size", "256", steps=3)
-    where = ["--checkpoint.initial", str(directory / "base")]
+    where = ["--checkpoint.initial.path", str(directory / "base")]
     where += ["--run.directory", str(directory / "run"), "reward:arithmetic"]
     sizes = ["--rl.group", "2", "--rl.prompts", "4", "--rl.max_tokens", "4"]
     length = ["--training.steps", "2", "--schedule.warmup_steps", "1", "--tracking.trackers"]
