@@ -96,11 +96,11 @@ def train(
         jaxmoe.run.check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.
         start_process(
-            start=config.processes.start, heartbeat=config.processes.heartbeat + JAX_LATER
+            start=config.timeouts.start, heartbeat=config.timeouts.heartbeat + JAX_LATER
         )
     run = jaxmoe.run.Run(config, name=name, extends=extends)
     with (
-        Watchdog(config.processes, exit_code) as watchdog,
+        Watchdog(config.timeouts, exit_code) as watchdog,
         StopRequest(functools.partial(_end_before_steps, run, watchdog), end_unsaved) as stop,
         contextlib.ExitStack() as resources,
         watchdog.exit_on_error(),

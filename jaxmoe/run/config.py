@@ -398,8 +398,8 @@ class PretrainConfig:
     """Progress output, trackers and samples."""
     profile: ProfileConfig | None = None
     """Traced steps; None for no trace."""
-    processes: ProcessesConfig = ProcessesConfig()
-    """Timeouts of processes."""
+    processes: ProcessesConfig | None = None
+    """Timeouts of processes; None for the default ones, which always hold."""
     parts: tuple[RunPartConfig, ...] = ()
     """What else the run does; `--NAME.field value` adds NAME, and other packages add members."""
 
@@ -421,6 +421,11 @@ class PretrainConfig:
             The config of the part; None if the run does without.
         """
         return next((part for part in self.parts if part.name == name), None)
+
+    @property
+    def timeouts(self) -> ProcessesConfig:
+        """Timeouts of processes."""
+        return self.processes or ProcessesConfig()
 
     @property
     def assigner(self) -> Assigner:

@@ -63,7 +63,7 @@ def prepare(
     watchdog = supervision.watchdog
     check_packages(config.tracking)
     if jax.process_count() > 1:
-        check_agreement(config, config.processes.barrier)
+        check_agreement(config, config.timeouts.barrier)
     check_trains(directory, config)
     parts = make_parts(config, directory, supervision)
     setting = Setting(config=config, devices=jax.devices())
@@ -87,7 +87,7 @@ def prepare(
     )
     resources.callback(checkpoints.close)
     watchdog.beat("restoring")
-    barrier("before restoring", config.processes.barrier)
+    barrier("before restoring", config.timeouts.barrier)
     for part in parts:
         assembly = part.prepare(assembly)
     sources = [source for part in parts for source in part.sources()]

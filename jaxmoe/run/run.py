@@ -321,7 +321,7 @@ class Run:
         shows = self.config.tracking.console != "none"
         with (
             show_messages() if shows else contextlib.nullcontext(),
-            library_supervision(self.config.processes) as supervision,
+            library_supervision(self.config.timeouts) as supervision,
         ):
             yield supervision
 

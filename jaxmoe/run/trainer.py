@@ -183,7 +183,7 @@ class Trainer:
         self._loop_resources = resources.enter_context(contextlib.ExitStack())
         self._compile()
         self._watchdog.beat("waiting for the first step")
-        barrier("before the first step", self._config.processes.first)
+        barrier("before the first step", self._config.timeouts.first)
 
     def _compile(self) -> None:
         """Compile the step, unless that was done."""
@@ -301,7 +301,7 @@ class Trainer:
             with self._stopwatch.on(COMPILE):
                 self._compiled = compile_steps(start.assembly, start.step, start.state)
             self._compiled_from = start.step
-            barrier("before the steps that follow", self._config.processes.first)
+            barrier("before the steps that follow", self._config.timeouts.first)
         assert self._reporter is not None  # by `_open`
         self._reporter.go_back(start.step)
         say(rollback_message(self._directory, start.assembly, refused, start.step))

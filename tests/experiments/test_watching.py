@@ -92,7 +92,7 @@ def test_gradients_are_compared_and_judged(watched, capsys):
     """By a hook of the run; here with norms in place of the program that finds them."""
     watches, directory, assembly = watched()
     config = assembly.plan.config
-    with library_supervision(config.processes) as supervision:
+    with library_supervision(config.timeouts) as supervision:
         (part,) = (
             part
             for part in make_parts(config, directory, supervision)

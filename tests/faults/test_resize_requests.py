@@ -22,7 +22,7 @@ __all__ = ["directory", "impatient"]
 
 @pytest.fixture
 def supervision():
-    with library_supervision(PretrainConfig().processes) as entered:
+    with library_supervision(PretrainConfig().timeouts) as entered:
         yield entered
 
 

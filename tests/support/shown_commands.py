@@ -73,7 +73,7 @@ def _assembled(command: str, directory: pathlib.Path, resources: contextlib.Exit
     source = _source(str(config.data), command)
     assembly = assemble(config, trains=True, source=source)
     if config.execution.optimizer_memory == "files":
-        supervision = resources.enter_context(library_supervision(config.processes))
+        supervision = resources.enter_context(library_supervision(config.timeouts))
         assembly = OptimizerFiles(config, RunDirectory(directory), supervision).prepare(assembly)
     return assembly
 
@@ -123,7 +123,7 @@ def _parts(assembly: Assembly, directory: pathlib.Path) -> list[RunPart]:
     """Return the parts of a run, which read nothing of their process."""
     config = assembly.plan.config
     run_directory = RunDirectory(directory)
-    with library_supervision(config.processes) as supervision:
+    with library_supervision(config.timeouts) as supervision:
         return [part.build(run_directory, supervision) for part in config.parts]
 
 

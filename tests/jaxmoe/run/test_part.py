@@ -102,7 +102,7 @@ def test_the_table_has_every_part(tmp_path):
     asked_for = {pkgutil.resolve_name(address) for address in addresses}
     chosen = catalog.names("run_part")
     directory = RunDirectory(tmp_path)
-    with library_supervision(PretrainConfig().processes) as supervision:
+    with library_supervision(PretrainConfig().timeouts) as supervision:
         built = {type(choice("run_part", name)().build(directory, supervision)) for name in chosen}
     assert asked_for | built == {*MEMBERS} - {PartRequest}
     assert {*HISTORY.values(), *STEP_PARTS} <= {*chosen}
@@ -139,7 +139,7 @@ def test_a_run_has_the_parts_that_it_asks_for(name, tmp_path, monkeypatch):
     config, environment, names = NAMES[name]
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    with library_supervision(config.processes) as supervision:
+    with library_supervision(config.timeouts) as supervision:
         parts = make_parts(config, RunDirectory(tmp_path), supervision)
     assert tuple(type(part).__name__ for part in parts) == names
 
@@ -160,7 +160,7 @@ def test_the_history_of_a_run_asks_for_a_part(tmp_path):
     config, directory = PretrainConfig(), RunDirectory(tmp_path)
     with directory.held():
         add_event(directory, Event(event="averaged", step=3, changes=("layer 1",)))
-    with library_supervision(config.processes) as supervision:
+    with library_supervision(config.timeouts) as supervision:
         parts = make_parts(config, directory, supervision)
     assert [type(part) for part in parts] == [PartRequest, Replacement]
 
@@ -179,7 +179,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import make_parts
 from jaxmoe.run.supervision import library_supervision
 config = PretrainConfig()
-with library_supervision(config.processes) as supervision:
+with library_supervision(config.timeouts) as supervision:
     make_parts(config, RunDirectory("nowhere"), supervision)
 absent = {sorted(ABSENT)}
 print([name for name in sys.modules if name.startswith(tuple(absent))])

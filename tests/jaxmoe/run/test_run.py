@@ -178,7 +178,7 @@ def test_script_on_one_device(tmp_path):
 
 def test_library_neither_watches_nor_ends_its_process():
     watchdogs = [t for t in threading.enumerate() if t.name == "watchdog"]
-    with library_supervision(config().processes) as supervision:
+    with library_supervision(config().timeouts) as supervision:
         assert [t for t in threading.enumerate() if t.name == "watchdog"] == watchdogs
         supervision.watchdog.fail(RuntimeError("raised, not ended"))
     ends = [

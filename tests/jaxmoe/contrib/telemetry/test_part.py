@@ -51,7 +51,7 @@ def report(first: int, last: int, seconds: float) -> Report:
 
 def _telemetry(assembly, directory):
     config = assembly.plan.config
-    with library_supervision(config.processes) as supervision:
+    with library_supervision(config.timeouts) as supervision:
         parts = make_parts(config, directory, supervision)
     return [part for part in parts if isinstance(part, Telemetry)]
 
