@@ -95,9 +95,7 @@ def train(
     with flags.exit_on_bad_configuration():
         jaxmoe.run.check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.
-        start_process(
-            start=config.timeouts.start, heartbeat=config.timeouts.heartbeat + JAX_LATER
-        )
+        start_process(start=config.timeouts.start, heartbeat=config.timeouts.heartbeat + JAX_LATER)
     run = jaxmoe.run.Run(config, name=name, extends=extends)
     with (
         Watchdog(config.timeouts, exit_code) as watchdog,

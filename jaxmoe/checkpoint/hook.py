@@ -94,7 +94,7 @@ class CheckpointHook:
         """
         if (failed := agree(self._manager.failures)) >= self._max_failed:
             raise SavesFailedError(
-                f"{failed} saves in a row have failed (checkpoint.max_failed_saves="
+                f"{failed} saves in a row have failed (checkpoint.safety.max_failed_saves="
                 f"{self._max_failed}), the last reason is above: free space or mend the disk, then"
                 " repeat the command"
             )

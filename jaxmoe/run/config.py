@@ -292,6 +292,28 @@ class InitialConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SafetyConfig:
+    """Checks of checkpoints and replicas, and what follows from damage."""
+
+    verify: Verify = "full"
+    """Checks before a checkpoint is used: full (checksums of files and fingerprints of arrays),
+    files, or off."""
+    on_damage: Literal["previous", "stop"] = "previous"
+    """Action on a damaged checkpoint: previous sets it aside and continues from the one before;
+    stop ends with an error."""
+    max_failed_saves: int = 5
+    """Failed saves in a row after which the run ends (exit code 74); a failed save is repeated at
+    the next step."""
+    compare_replicas: int = 100
+    """Steps between comparisons of replicated arrays over devices, which find a defective one; 0
+    compares only at every save."""
+
+    def __post_init__(self):
+        _check_least(self, "checkpoint.safety", 0, "compare_replicas")
+        _check_least(self, "checkpoint.safety", 1, "max_failed_saves")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """Checkpoints."""
 
@@ -305,18 +327,9 @@ class CheckpointConfig:
     training go on while the copy is transferred to the host and fingerprinted, which takes the
     memory of a second state until then (blocking, with a warning, where that does not fit);
     blocking waits for both."""
-    verify: Verify = "full"
-    """Checks before a checkpoint is used: full (checksums of files and fingerprints of arrays),
-    files, or off."""
-    on_damage: Literal["previous", "stop"] = "previous"
-    """Action on a damaged checkpoint: previous sets it aside and continues from the one before;
-    stop ends with an error."""
-    max_failed_saves: int = 5
-    """Failed saves in a row after which the run ends (exit code 74); a failed save is repeated at
-    the next step."""
-    compare_replicas: int = 100
-    """Steps between comparisons of replicated arrays over devices, which find a defective one; 0
-    compares only at every save."""
+    safety: SafetyConfig | None = None
+    """Checks of what is saved, and what follows from damage; None for the default ones: files and
+    arrays are verified, and replicas compared."""
     initial: InitialConfig | None = None
     """Run or model from which a new run begins; None for initial values of its own. Ignored by a
     run that has checkpoints."""
@@ -327,12 +340,16 @@ class CheckpointConfig:
                 "checkpoint.initial.path is missing: name the run or model from which the run"
                 " begins"
             )
-        _check_least(self, "checkpoint", 0, "every", "compare_replicas")
-        _check_least(self, "checkpoint", 1, "max_failed_saves")
+        _check_least(self, "checkpoint", 0, "every")
         if self.keep < 2:
             raise ValueError(
                 f"checkpoint.keep={self.keep} must be at least 2: the last may be unfinished"
             )
+
+    @property
+    def safeguards(self) -> SafetyConfig:
+        """Checks of what is saved, and what follows from damage."""
+        return self.safety or SafetyConfig()
 
     @property
     def initial_path(self) -> str | None:

@@ -67,7 +67,7 @@ def make_hooks(
     hooks += [hook for part in parts for hook in part.hooks(assembly, watches)]
     hooks += watches.hooks()
     if assembly.mesh.size > 1:
-        hooks.insert(0, ReplicaHook(config.checkpoint.compare_replicas))
+        hooks.insert(0, ReplicaHook(config.checkpoint.safeguards.compare_replicas))
     if trace is not None:
         hooks = [trace.stop, *hooks, trace.start]
     if watches.reporter.is_live:
@@ -96,7 +96,7 @@ def make_saving(
         last_step=config.training.steps,
         before=reporter.flush,
         agree_every=config.tracking.print_every,
-        max_failed=config.checkpoint.max_failed_saves,
+        max_failed=config.checkpoint.safeguards.max_failed_saves,
         is_lazy=config.checkpoint.capture == "lazy",
     )
 

@@ -80,7 +80,7 @@ def prepare(
     checkpoints = CheckpointManager(
         directory.checkpoints_directory,
         keep=config.checkpoint.keep,
-        verify=config.checkpoint.verify,
+        verify=config.checkpoint.safeguards.verify,
         pinned_steps=assembly.plan.kept_steps,
         fence=directory.fence if is_first else None,
         base=None if assembly.plan.model.adapter is None else base_of(assembly),

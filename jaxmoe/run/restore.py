@@ -188,7 +188,7 @@ def from_checkpoint(search: Search) -> Begun | None:
         restored = checkpoints.restore_newest(
             search.shapes,
             check=search.lineage.check_own,
-            is_strict=config.on_damage == "stop",
+            is_strict=config.safeguards.on_damage == "stop",
             counts_steps=True,
         )
     except CheckpointsLostError:

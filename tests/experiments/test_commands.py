@@ -128,11 +128,11 @@ def test_the_rest_of_help_is_under_help_all_and_under_its_group(capsys):
         with pytest.raises(SystemExit) as stop:
             parsed(*words)
         assert stop.value.code == 0
-        assert "--checkpoint.compare_replicas INT\n" in capsys.readouterr().out
+        assert "--checkpoint.keep INT\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         parsed("--help")
     text = capsys.readouterr().out
-    assert "--checkpoint.compare_replicas" not in text
+    assert "--checkpoint.keep" not in text
     steps = RECIPES["tiny"]().training.steps
     assert f"--training.steps             Total number of optimiser steps ({steps})" in text
 

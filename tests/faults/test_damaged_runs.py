@@ -33,7 +33,7 @@ def test_resume_from_the_checkpoint_before_a_damaged_one_is_bitwise(tmp_path, ca
     assert evaluate.main(["--run.directory", str(run)]) == ExitCode.DONE
     assert "step=4 " in capsys.readouterr().out, "who reads uses the one before it"
     try:
-        pretrain.main([*command, "--checkpoint.on_damage", "stop"])
+        pretrain.main([*command, "--checkpoint.safety.on_damage", "stop"])
     except SystemExit as stopped:
         assert stopped.code == ExitCode.BAD_CONFIGURATION
     assert f"error: {checkpoints}/6 is damaged: state/" in capsys.readouterr().err

@@ -154,9 +154,9 @@ def test_a_run_that_cannot_save_ends_with_its_own_code(tmp_path, capsys, caplog,
         free = 0
 
     monkeypatch.setattr("jaxmoe.checkpoint.commit.shutil.disk_usage", lambda _: Full)
-    more = ("--checkpoint.every", "2", "--checkpoint.max_failed_saves", "3")
+    more = ("--checkpoint.every", "2", "--checkpoint.safety.max_failed_saves", "3")
     assert pretrain.main(flags(tmp_path / "run", 9, *more)) == ExitCode.NOT_SAVED
-    assert "3 saves in a row have failed (checkpoint.max_failed_saves=3)" in caplog.text
+    assert "3 saves in a row have failed (checkpoint.safety.max_failed_saves=3)" in caplog.text
     captured = capsys.readouterr()
     assert "not_saved at step 5" in captured.out, "steps 2, 3 and 4 failed"
     assert "the last state could not be saved" in captured.err

@@ -103,7 +103,7 @@ def test_a_run_on_such_a_device_ends(tmp_path, caplog, capsys, monkeypatch, comp
 
     monkeypatch.setattr(trainer, "Loop", flipping)
     mesh = ("--execution.mesh.data", "8", "--execution.rules", "data_parallel")
-    saving = ("--checkpoint.every", "2", "--checkpoint.compare_replicas", compared)
+    saving = ("--checkpoint.every", "2", "--checkpoint.safety.compare_replicas", compared)
     command = flags(tmp_path / "run", 6, *mesh, *saving, "--tracking.sample_length", "0")
     assert pretrain.main(command) == ExitCode.CORRUPTED
     assert "device 1: holds other bits than its replicas, in 1 of " in caplog.text

@@ -81,7 +81,9 @@ def base_of(assembly: Assembly) -> BaseModel | None:
         manifest = initial_manifest(config)
         step = manifest.step
         prints = _of_params(manifest.fingerprints, left_out)
-        read = functools.partial(_read_run, initial_directory(config), manifest.step, config.verify)
+        read = functools.partial(
+            _read_run, initial_directory(config), manifest.step, config.safeguards.verify
+        )
     return BaseModel(
         path=initial.path,
         step=step,
@@ -142,7 +144,7 @@ def branched_state(
             " checkpoint.initial.step"
         )
     check(manifest)
-    manager = CheckpointManager(directory, is_writer=False, verify=config.verify)
+    manager = CheckpointManager(directory, is_writer=False, verify=config.safeguards.verify)
     try:
         state = manager.restore(manifest.step, target)
     finally:
@@ -180,7 +182,7 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[LineageSource,
     if is_router_taken and router_paths == router_arrays.keys():
         target["router_state"] = state.router_state
     restored = restore_part(
-        directory, target, step=manifest.step, mapping=rules, verify=config.verify
+        directory, target, step=manifest.step, mapping=rules, verify=config.safeguards.verify
     )
     started = _begin(assembly, state, restored["params"], restored.get("router_state"))
     say(_message(directory, manifest, set(target), bool(router_arrays) or bool(router_paths)))
@@ -232,7 +234,7 @@ def _of_adapter(
         )
     target = {"params": traverse_util.unflatten_dict(factors, sep="/")}
     restored = restore_part(
-        initial_directory(config), target, step=manifest.step, verify=config.verify
+        initial_directory(config), target, step=manifest.step, verify=config.safeguards.verify
     )
     factors = traverse_util.flatten_dict(restored["params"], sep="/")
     state = dataclasses.replace(state, params=traverse_util.unflatten_dict(flat | factors, sep="/"))
@@ -332,7 +334,7 @@ def initial_manifest(config: CheckpointConfig) -> CheckpointManifest:
     """
     try:
         directory = initial_directory(config)
-        manager = CheckpointManager(directory, is_writer=False, verify=config.verify)
+        manager = CheckpointManager(directory, is_writer=False, verify=config.safeguards.verify)
     except CheckpointError as error:
         raise ValueError(f"checkpoint.initial.path={config.initial_path}: {error}") from error
     try:
