@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Sequence
 
 from experiments.cli import flags
-from jaxmoe.run.config import EXTENSION_FIELDS, InitialConfig, PretrainConfig
+from jaxmoe.run.config import EXTENSION_FIELDS, InitialConfig, LockConfig, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 
 WORDS = ("resume", "branch")
@@ -68,12 +68,19 @@ def named_fields(arguments: Sequence[str]) -> frozenset[str]:
 
 
 def _resume(config: PretrainConfig, path: str) -> PretrainConfig:
-    run = dataclasses.replace(config.run, directory=path, steal_lock=False)
+    run = dataclasses.replace(config.run, directory=path, lock=_without_force(config.run.lock))
     return dataclasses.replace(config, run=run)
 
 
+def _without_force(lock: LockConfig | None) -> LockConfig | None:
+    """Return a lease that takes the directory from no process: a run was told to once."""
+    return None if lock is None else dataclasses.replace(lock, steal=False)
+
+
 def _branch(config: PretrainConfig, path: str) -> PretrainConfig:
-    run = dataclasses.replace(config.run, directory=None, name=None, steal_lock=False)
+    run = dataclasses.replace(
+        config.run, directory=None, name=None, lock=_without_force(config.run.lock)
+    )
     initial = InitialConfig(path=path, state="all")
     checkpoint = dataclasses.replace(config.checkpoint, initial=initial)
     return dataclasses.replace(config, run=run, checkpoint=checkpoint)

@@ -352,6 +352,8 @@ _MOVED: Final[Mapping[str, str]] = {
     "checkpoint.on_damage": "--checkpoint.safety.on_damage",
     "checkpoint.max_failed_saves": "--checkpoint.safety.max_failed_saves",
     "checkpoint.compare_replicas": "--checkpoint.safety.compare_replicas",
+    "run.steal_lock": "--run.lock.steal",
+    "run.lock_heartbeat": "--run.lock.heartbeat",
     "checkpoint.snapshot_every": "--snapshots.every",
     "checkpoint.on_lost_stage": "--parts check_free",
     "checkpoint.recovery_steps": "--check_free.recovery_steps",

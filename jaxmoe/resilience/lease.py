@@ -18,7 +18,7 @@ wait if the holder released the lease. This assumes that writes of one host are 
 others within two heartbeats.
 
 Each holder has an incarnation, one more than the previous one, and a token of its own. A holder can
-lose its lease while alive: stopped for a while, cut off, or through `--run.steal_lock`. It finds
+lose its lease while alive: stopped for a while, cut off, or through `--run.lock.steal`. It finds
 another token in run.lease at its next heartbeat or when it calls `fence` before a commit, and must
 not write any more. Only `acquire` writes run.lease; of two that do so at the same moment the last
 one holds it. The heartbeat is a separate file, so that a late write does not overwrite a lease.
@@ -350,7 +350,7 @@ class Lease:
     def _refusal(self, who: str) -> str:
         return (
             f"run.directory={self._directory} is in use by {who}: wait until it ends, stop it, take"
-            " it over with --run.steal_lock True where a command has that, or choose another"
+            " it over with --run.lock.steal True where a command has that, or choose another"
             " directory with --run.directory"
         )
 

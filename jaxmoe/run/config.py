@@ -141,6 +141,20 @@ def _check_least(config: object, group: str, least: int, *fields: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LockConfig:
+    """Lease of the run directory, which one process at a time holds."""
+
+    heartbeat: float = 10.0
+    """Seconds between heartbeats of the lease; a holder that misses three counts as dead."""
+    steal: bool = False
+    """Take the directory from a process that still holds it; that process ends without saving."""
+
+    def __post_init__(self):
+        if not self.heartbeat > 0:
+            raise ValueError(f"run.lock.heartbeat={self.heartbeat} must be above 0 seconds")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Directory and name of the run."""
 
@@ -148,14 +162,13 @@ class RunConfig:
     """Run directory; runs/pretrain/<name> when None."""
     name: str | None = None
     """Name of the run; the recipe's when None. The same name continues the same run."""
-    lock_heartbeat: float = 10.0
-    """Seconds between heartbeats of the lease; a holder that misses three counts as dead."""
-    steal_lock: bool = False
-    """Take the directory from a process that still holds it; that process ends without saving."""
+    lock: LockConfig | None = None
+    """Lease by which one process writes to the directory; None for one with the defaults."""
 
-    def __post_init__(self):
-        if not self.lock_heartbeat > 0:
-            raise ValueError(f"run.lock_heartbeat={self.lock_heartbeat} must be above 0 seconds")
+    @property
+    def lease(self) -> LockConfig:
+        """Lease by which one process writes to the directory."""
+        return self.lock or LockConfig()
 
 
 @with_field_docs

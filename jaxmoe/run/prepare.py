@@ -117,13 +117,13 @@ def prepare(
 
 def _hold(directory: RunDirectory, assembly: Assembly, supervision: Supervision) -> None:
     """Lease the directory until the end of the run, and warn if the step will not fit."""
-    run = assembly.plan.config.run
+    lease = assembly.plan.config.run.lease
     step_plan = assembly.plan.step_plan(assembly.execution)
     if text := memory_warning(step_plan, jax.local_devices()):
         logger.warning("%s", text)
     directory.acquire(
-        steal=run.steal_lock,
-        heartbeat=run.lock_heartbeat,
+        steal=lease.steal,
+        heartbeat=lease.heartbeat,
         on_lost=supervision.stop.taken_over,
     )
     supervision.resources.callback(directory.release)

@@ -78,7 +78,7 @@ def test_heartbeat_decides_without_flock(tmp_path, caplog, flock, skew):
             _lease(tmp_path, "two", flock=flock).acquire()
         text = str(refused.value)
         assert f"run.directory={tmp_path} is in use by process {os.getpid()} on one" in text
-        assert "last heartbeat 0." in text and "--run.steal_lock True" in text
+        assert "last heartbeat 0." in text and "--run.lock.steal True" in text
         first.fence()
         assert str(os.getpid()) in (tmp_path / "run.lock").read_text(), "who was refused wiped it"
 
@@ -278,7 +278,7 @@ def test_a_run_that_was_taken_over_before_it_begins_ends(tmp_path, capsys, monke
 
     monkeypatch.setattr(Lineage, "restore_or_start", restore)
     try:
-        command = flags(tmp_path / "run", 3, "--run.lock_heartbeat", "60")
+        command = flags(tmp_path / "run", 3, "--run.lock.heartbeat", "60")
         assert pretrain.main(command) == ExitCode.TAKEN_OVER
         assert "this process (incarnation 1) writes nothing more" in capsys.readouterr().err
         thief.fence()
@@ -307,9 +307,9 @@ def test_a_run_that_was_taken_over_ends_and_writes_nothing(tmp_path, capsys, mon
 
     monkeypatch.setattr(Reporter, "log_steps", trained_and_robbed)
     if heard == "at a save":
-        more = ("--run.lock_heartbeat", "60", "--checkpoint.every", "4")
+        more = ("--run.lock.heartbeat", "60", "--checkpoint.every", "4")
     else:
-        more = ("--run.lock_heartbeat", "0.05", "--checkpoint.every", "0")
+        more = ("--run.lock.heartbeat", "0.05", "--checkpoint.every", "0")
     command = flags(path, 9, *more, "--tracking.print_every", "1")
     try:
         assert pretrain.main(command) == ExitCode.TAKEN_OVER

@@ -269,7 +269,7 @@ def test_a_run_that_was_taken_over_does_not_go_back(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(Trainer, "_go_back", robbed)
     try:
         with poisoned(is_bad):
-            more = ("--run.lock_heartbeat", "60")
+            more = ("--run.lock.heartbeat", "60")
             assert pretrain.main(command(tmp_path / "run", *more)) == ExitCode.TAKEN_OVER
         assert "this process (incarnation 1) writes nothing more" in capsys.readouterr().err
     finally:
