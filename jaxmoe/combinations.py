@@ -357,7 +357,7 @@ ROWS: Final = (
     ),
     Row(
         _STAGES,
-        above("execution.optimizer_parts", 1),
+        above("execution.offload.parts", 1),
         "{second} cuts between layers, which {first} splits over devices",
         "set one of them to 1",
     ),
@@ -368,12 +368,6 @@ ROWS: Final = (
         _ONE_STAGE,
     ),
     # Memory, products and kernels.
-    Row(
-        above("execution.optimizer_parts", 1),
-        equals("execution.optimizer_memory", "device"),
-        "{first} fetches state from host memory, and {second} keeps it where it is",
-        "set execution.optimizer_memory to host or files, or execution.optimizer_parts to 1",
-    ),
     Row(
         _CUT_PRODUCTS,
         that(
@@ -420,9 +414,9 @@ ROWS: Final = (
     ),
     Row(
         trait("model.adapter", "has_after_step", "that changes the state"),
-        differs("execution.optimizer_memory", "device"),
+        differs("execution.offload.optimizer"),
         "{first} changes the state after each step, and {second} keeps it elsewhere",
-        "set execution.optimizer_memory to device",
+        "set execution.offload to None",
     ),
     # Sequences over devices.
     Row(

@@ -40,6 +40,34 @@ MOST_UNROLLED = 4
 Remat = Literal["none", "full", "dots", "offload"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """State of the optimiser, and parameters, that wait outside of device memory."""
+
+    optimizer: Literal["host", "files"] = "host"
+    """Memory of the optimiser state between two updates. files: memory-mapped files of one process,
+    of which three parts are in host memory at once."""
+    parts: int = 1
+    """Parts in which that state is updated, for each stack of layers: two or three are on the
+    device at once. 1 fetches the whole state, or that of a stack from files."""
+    parameters: Literal["device", "host"] = "device"
+    """Memory of the parameters of layers and of their gradients. host: the device holds two layers
+    at a time, and needs remat full or offload."""
+    directory: str = ""
+    """Directory of the files of optimizer files, of one run alone; they take the size of the state
+    twice. Empty: optimizer in the run directory."""
+
+    def __post_init__(self):
+        if self.parts < 1:
+            raise ValueError(f"execution.offload.parts={self.parts} must be at least 1")
+        if self.directory and self.optimizer != "files":
+            raise ValueError(
+                f"execution.offload.directory={self.directory} is of files, and"
+                f" execution.offload.optimizer={self.optimizer} has none: leave it out, or set"
+                " execution.offload.optimizer to files"
+            )
+
+
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionConfig:
@@ -71,18 +99,8 @@ class ExecutionConfig:
     each whole block, from an input kept in host memory."""
     remat_dense: Remat | None = None
     """The same for layers without routed experts; when None, as `remat`."""
-    parameter_memory: Literal["device", "host"] = "device"
-    """Memory of the parameters of layers and of their gradients. host: the device holds two layers
-    at a time, and needs remat full or offload and optimizer_memory host."""
-    optimizer_memory: Literal["device", "host", "files"] = "device"
-    """Memory of the optimiser state between two updates. files: memory-mapped files of one process,
-    of which three parts are in host memory at once."""
-    optimizer_directory: str = ""
-    """Directory of the files of optimizer_memory files, of one run alone; they take the size of the
-    state twice. Empty: optimizer in the run directory."""
-    optimizer_parts: int = 1
-    """Parts in which state in host memory or in files is updated, for each stack of layers: two or
-    three are on the device at once. 1 fetches the whole state, or that of a stack from files."""
+    offload: OffloadConfig | None = None
+    """State that waits outside of device memory; None for none."""
     halves: Literal[1, 2] = 1
     """Parts of a device's sequences that pass through a layer alternately, from 1024 tokens a
     device on: with 2 the collectives of one can run beside the products of the other, where the
@@ -115,8 +133,6 @@ class ExecutionConfig:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
-        if self.optimizer_parts < 1:
-            raise ValueError(f"execution.optimizer_parts={self.optimizer_parts} must be at least 1")
         combinations.check(execution=self)
 
     def unroll_of(self, length: int) -> int:
@@ -141,6 +157,21 @@ class ExecutionConfig:
         if self.remat_dense is None or is_routed:
             return self.remat
         return self.remat_dense
+
+    @property
+    def optimizer_memory(self) -> Literal["device", "host", "files"]:
+        """Memory of the optimiser state between two updates."""
+        return "device" if self.offload is None else self.offload.optimizer
+
+    @property
+    def parameter_memory(self) -> Literal["device", "host"]:
+        """Memory of the parameters of layers and of their gradients."""
+        return "device" if self.offload is None else self.offload.parameters
+
+    @property
+    def optimizer_parts(self) -> int:
+        """Parts in which state outside of the device is updated."""
+        return 1 if self.offload is None else self.offload.parts
 
     @property
     def update(self) -> Literal["whole", "parts", "files"]:
@@ -178,7 +209,10 @@ class ExecutionConfig:
 
     def declaring(self) -> ExecutionConfig:
         """Return the execution with which parameters are declared: whole rows, on the device."""
-        return dataclasses.replace(self, parameter_memory="device", halves=1)
+        offload = self.offload
+        if offload is not None:
+            offload = dataclasses.replace(offload, parameters="device")
+        return dataclasses.replace(self, offload=offload, halves=1)
 
     @property
     def state_layout(self) -> StateLayout:

@@ -192,8 +192,8 @@ def check_view(execution: ExecutionConfig) -> None:
     """
     if execution.parameter_memory == "host":
         raise ValueError(
-            "execution.parameter_memory=host fetches each layer by itself, and rewritten parameters"
-            " are made where they are used: set execution.parameter_memory to device"
+            "execution.offload.parameters=host fetches each layer by itself, and rewritten"
+            " parameters are made where they are used: set execution.offload.parameters to device"
         )
     if execution.state_layout.gathered != "layer":
         raise ValueError(

@@ -65,7 +65,7 @@ class StreamedScan(nn.Module):
         """
         if self.is_mutable_collection("intermediates"):
             raise ValueError(
-                "execution.parameter_memory=host does not keep intermediates of layers: set it to"
+                "execution.offload.parameters=host does not keep intermediates of layers: set it to"
                 " device to capture them"
             )
         layer = self.build()

@@ -6,9 +6,9 @@ With S the moments, of stacked layers S', W the parameters of layers in host mem
 the layers of a micro-batch, a micro-batches, and k parts of the L layers of a scan:
 
     where                    to the device                      to the host
-    optimizer_memory host    S + S' / k, and S alone if k = 1   S
-    optimizer_memory files   S                                  S
-    parameter_memory host    a W (2 L + 1) / L    passes        a W        gradients
+    offload.optimizer host   S + S' / k, and S alone if k = 1   S
+    offload.optimizer files  S                                  S
+    offload.parameters host  a W (2 L + 1) / L    passes        a W        gradients
                              2 (a - 1) W          sums          (a - 1) W
                              W                    norm
                              2 W (1 + 1 / k)      update        W          parameters

@@ -186,14 +186,14 @@ def update_routers(
 
 def layers_on_host(model: ModelConfig, execution: ExecutionConfig) -> frozenset[str]:
     """Return the names of the scans whose parameters lie in host memory; see
-    `ExecutionConfig.parameter_memory`."""
+    `OffloadConfig.parameters`."""
     is_away = execution.parameter_memory == "host"
     return frozenset(scan.name for scan in model.scans if is_away)
 
 
 def put_away(opt_state: Any, execution: ExecutionConfig) -> Any:
     """Return the optimiser state in its memory between steps; see
-    `ExecutionConfig.optimizer_memory`."""
+    `OffloadConfig.optimizer`."""
     return _move(opt_state, execution, jax.memory.Space.Host)
 
 

@@ -119,12 +119,11 @@ GROUPS = {
     "memory": Group(
         program,
         (
-            "--execution.optimizer_memory files --execution.optimizer_parts 8",
-            "--execution.optimizer_memory host --execution.optimizer_parts 8",
-            "--execution.parameter_memory host --execution.optimizer_memory host"
-            " --execution.remat full",
+            "--execution.offload.optimizer files --execution.offload.parts 8",
+            "--execution.offload.parts 8",
+            "--execution.offload.parameters host --execution.remat full",
         ),
-        ("", "--execution.optimizer_memory host", "--execution.remat full"),
+        ("", "--execution.offload.optimizer host", "--execution.remat full"),
     ),
     "meshes": Group(
         program,
@@ -269,7 +268,7 @@ PLANS = {
     _ON_H100.replace("h100", "mi300x"): (_ON_H100, "step_seconds"),
     _ON_H100: (f"{_ON_H100} --execution.remat none", "memory"),
     _ON_H100.replace("d12", "qwen3_30b_a3b"): (
-        f"{_ON_H100.replace('d12', 'qwen3_30b_a3b')} --execution.optimizer_memory host",
+        f"{_ON_H100.replace('d12', 'qwen3_30b_a3b')} --execution.offload.optimizer host",
         "remedies",
     ),
     "advise --chip mi300x": ("advise", "tables"),

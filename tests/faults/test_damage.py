@@ -252,7 +252,7 @@ def test_fingerprints_are_the_same_on_any_mesh(mesh_name):
 
 
 def test_fingerprints_of_what_is_kept_in_the_memory_of_the_host():
-    """As the optimiser's state with execution.optimizer_memory=host."""
+    """As the optimiser's state with execution.offload.optimizer=host."""
     mesh, array = mesh_named("data8"), jnp.arange(64.0).reshape(8, 8)
     place = NamedSharding(mesh, PartitionSpec("data"), memory_kind="pinned_host")
     offloaded = {"x": jax.device_put(array, place), "count": jnp.int32(3)}

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
 from jaxmoe.data import Batch, MarkovConfig
-from jaxmoe.execution import ExecutionConfig, KernelsConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig, OffloadConfig
 from jaxmoe.models.config import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -280,7 +280,7 @@ def draw_execution(rng: np.random.Generator) -> ExecutionConfig:
         kernels=draw_kernels(rng),
         precision=draw_precision(rng),
         remat=pick(rng, ("none", "full", "dots", "offload")),
-        optimizer_memory=pick(rng, ("device", "device", "device", "host")),
+        offload=pick(rng, (None, None, None, OffloadConfig())),
         unroll=pick(rng, (1, 1, 2)),
         telemetry=pick(rng, ("brief", "detailed")),
         loss_chunk=pick(rng, (0, 0, 3, 8)),

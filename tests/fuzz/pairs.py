@@ -115,13 +115,9 @@ CHOICES: Mapping[str, tuple[Fields, ...]] = {
     ),
     "remat": tuple({"execution.remat": name} for name in ("full", "dots", "offload")),
     "memory": (
-        {"execution.optimizer_memory": "host"},
-        {"execution.optimizer_memory": "host", "execution.optimizer_parts": 2},
-        {
-            "execution.optimizer_memory": "host",
-            "execution.parameter_memory": "host",
-            "execution.remat": "full",
-        },
+        {"execution.offload.optimizer": "host"},
+        {"execution.offload.parts": 2},
+        {"execution.offload.parameters": "host", "execution.remat": "full"},
     ),
     "telemetry": ({"execution.telemetry": "detailed"},),
     "unroll": ({"execution.unroll": 2},),

@@ -19,6 +19,7 @@ from jaxmoe.configs import from_json, to_json
 from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.execution import OffloadConfig
 from jaxmoe.models.config import LayerConfig
 from jaxmoe.routing import CapacityConfig
 from jaxmoe.run.config import PretrainConfig
@@ -58,14 +59,11 @@ FORWARD = {
 }
 SEED_POOL = FORWARD | {"training.gradients": choice("gradients", "seed_pool")()}
 BACKPROP = {"training.gradients": choice("gradients", "backprop")()}
-FILES = {"execution.optimizer_memory": "files"}
-IN_HOST = {"execution.optimizer_memory": "host"}
-HOST = {
-    "execution.parameter_memory": "host",
-    "execution.optimizer_memory": "host",
-    "execution.remat": "full",
-}
-ON_DEVICE = {"execution.parameter_memory": "device"}
+FILES = {"execution.offload": OffloadConfig(optimizer="files")}
+IN_HOST = {"execution.offload": OffloadConfig()}
+HOST = {"execution.offload.parameters": "host", "execution.remat": "full"}
+ON_DEVICE = {"execution.offload.parameters": "device"}
+NO_OFFLOAD = {"execution.offload": None}
 COMPARED = {"parts": (choice("run_part", "gradient_comparison")(),)}
 NO_PARTS = {"parts": ()}
 WORKERS = {"replicas": choice("replicas", "diloco")()}
@@ -92,9 +90,8 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"execution.dispatcher.token_tables": None},
     ),
     (STAGES | LEVELS, BEST_FIT),
-    (STAGES | IN_HOST | {"execution.optimizer_parts": 2}, {"execution.optimizer_parts": 1}),
+    (STAGES | {"execution.offload.parts": 2}, {"execution.offload.parts": 1}),
     (STAGES | COMPARED, NO_PARTS),
-    ({"execution.optimizer_parts": 2}, IN_HOST),
     (RING | HALO, FULL),
     (RING | {"execution.precision.weights": "w8a16"}, WHOLE),
     ({"execution.kernels.grouped_swiglu": "reference"} | HALO, FULL),
@@ -152,7 +149,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         },
         {"checkpoint.initial.mapping": None},
     ),
-    (ON_ADAPTERS["lift"] | IN_HOST, {"execution.optimizer_memory": "device"}),
+    (ON_ADAPTERS["lift"] | IN_HOST, NO_OFFLOAD),
     # Adapters.
     (ON_ADAPTERS["mixture_of_shards"] | STAGES, ONE_STAGE),
     (
@@ -179,7 +176,6 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (TWO_SIZES | HALVES, ONE_HALF),
     (TWO_SIZES | STAGES, ONE_STAGE),
     # State outside of the devices.
-    ({"execution.optimizer_directory": "state"}, FILES),
     (FILES | STAGES, ONE_STAGE),
     (FILES | HOST | FILES, ON_DEVICE),
     (FILES | DETAILED, BRIEF),
@@ -188,7 +184,6 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (FILES | {"parts": (choice("run_part", "check_free")(),)}, NO_PARTS),
     (HOST | {"execution.remat": "dots"}, {"execution.remat": "offload"}),
     (HOST | {"execution.remat_dense": "none"}, {"execution.remat_dense": "full"}),
-    (HOST | {"execution.optimizer_memory": "device"}, IN_HOST),
     (HOST | STAGES, ONE_STAGE),
     (HOST | {"execution.rules": "zero1"}, {"execution.rules": "fully_sharded"}),
     (HOST | DETAILED, ON_DEVICE),
@@ -245,7 +240,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     # Workers.
     (WORKERS | STAGES, ONE_STAGE),
     (WORKERS | {"execution.rules": "hybrid"}, {"execution.rules": "zero2"}),
-    (WORKERS | IN_HOST, {"execution.optimizer_memory": "device"}),
+    (WORKERS | IN_HOST, NO_OFFLOAD),
     (WORKERS | LEVELS, BEST_FIT),
     (WORKERS | {"parts": (choice("run_part", "check_free")(),)}, NO_PARTS),
     (WORKERS | COMPARED, NO_PARTS),

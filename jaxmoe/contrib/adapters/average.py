@@ -130,13 +130,12 @@ class Averaging(StepPart):
 
     def check(self, step: Step) -> None:
         """Refuse parameters or gradients in other memory than the device's."""
-        for field in ("optimizer_memory", "parameter_memory"):
-            if (where := getattr(step.execution, field)) != "device":
-                raise ValueError(
-                    f"execution.{field}={where}: training.average:{self.config.name} reads"
-                    f" parameters and gradients after each step: set execution.{field} to device,"
-                    " or leave out training.average"
-                )
+        if step.execution.offload is not None:
+            raise ValueError(
+                f"execution.offload.optimizer={step.execution.optimizer_memory}:"
+                f" training.average:{self.config.name} reads parameters and gradients after each"
+                " step: set execution.offload to None, or leave out training.average"
+            )
 
     def check_workers(self, replicas: str) -> None:
         """Refuse all: the average is that of one model."""

@@ -27,8 +27,8 @@ ROWS: Final = (
             (above("execution.mesh.stage", 1), "set execution.mesh.stage to 1"),
             (equals("execution.rules", *_GATHERED), "set execution.rules to fully_sharded"),
             (
-                equals("execution.parameter_memory", "host"),
-                "set execution.parameter_memory to device",
+                equals("execution.offload.parameters", "host"),
+                "set execution.offload.parameters to device",
             ),
         )
     ),

@@ -28,7 +28,7 @@ def check_movable(running: Assembly) -> None:
     """
     if running.execution.optimizer_memory == "files":
         raise ValueError(
-            "execution.optimizer_memory=files keeps the optimizer state in files of one mesh: stop"
+            "execution.offload.optimizer=files keeps the optimizer state in files of one mesh: stop"
             " the run, and resume it on the other mesh"
         )
     replicas = running.plan.config.replicas

@@ -59,7 +59,7 @@ class ProbedBackward(MicroBatchBackward):
         if execution.updates_in_parts:
             raise ValueError(
                 f"{start}, and its statistics are those of all layers: set"
-                " execution.optimizer_parts to 1"
+                " execution.offload.parts to 1"
             )
         for kind in step.model.kinds:
             if not kind.mixer.can_quantize:

@@ -6,33 +6,27 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.combinations import Choice, Row, above, differs, equals, is_set, member
+from jaxmoe.combinations import Choice, Row, above, differs, equals, member
 from sharding.state_layouts import STATE_LAYOUTS
 
-_HOST: Final = equals("execution.parameter_memory", "host")
-_FILES: Final = equals("execution.optimizer_memory", "files")
+_HOST: Final = equals("execution.offload.parameters", "host")
+_FILES: Final = equals("execution.offload.optimizer", "files")
 _STAGES: Final = above("execution.mesh.stage", 1)
 _LAYOUTS: Final = tuple(name for name, layout in STATE_LAYOUTS.items() if layout.is_streamable)
 
 
 def _file_row(choice: Choice, reason: str, way_out: str) -> Row:
     """Return a row about optimiser state in files."""
-    return Row(_FILES, choice, reason, f"{way_out}, or execution.optimizer_memory to host")
+    return Row(_FILES, choice, reason, f"{way_out}, or execution.offload.optimizer to host")
 
 
 def _host_row(choice: Choice, reason: str, way_out: str) -> Row:
     """Return a row about parameters in host memory."""
     reason = f"{{first}} brings the parameters of layers one at a time, and {reason}"
-    return Row(_HOST, choice, reason, f"{way_out}, or execution.parameter_memory to device")
+    return Row(_HOST, choice, reason, f"{way_out}, or execution.offload.parameters to device")
 
 
 ROWS: Final = (
-    Row(
-        is_set("execution.optimizer_directory"),
-        differs("execution.optimizer_memory", "files"),
-        "{first} is not used with {second}",
-        "leave it out, or set execution.optimizer_memory to files",
-    ),
     _file_row(
         _STAGES,
         "{first} updates one part after another, and {second} splits layers over devices",
@@ -42,7 +36,7 @@ ROWS: Final = (
         _HOST,
         "{first} updates one part after another, and {second} brings parameters with state in host"
         " memory",
-        "set execution.parameter_memory to device",
+        "set execution.offload.parameters to device",
     ),
     _file_row(
         differs("execution.telemetry", "brief"),
@@ -74,11 +68,6 @@ ROWS: Final = (
         differs("execution.remat_dense", "full", "offload"),
         "{second} keeps values made of them for the backward pass",
         "set execution.remat_dense to full or offload",
-    ),
-    _host_row(
-        equals("execution.optimizer_memory", "device"),
-        "{second} updates all of them at once",
-        "set execution.optimizer_memory to host",
     ),
     _host_row(
         _STAGES,

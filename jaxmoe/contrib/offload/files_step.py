@@ -132,8 +132,8 @@ def open_files(directory: str, step: Step, shapes: TrainState) -> PartFiles:
     """
     if jax.process_count() > 1:
         raise ValueError(
-            f"execution.optimizer_memory=files keeps the state of one process, and there are"
-            f" {jax.process_count()}: set execution.optimizer_memory to host"
+            f"execution.offload.optimizer=files keeps the state of one process, and there are"
+            f" {jax.process_count()}: set execution.offload.optimizer to host"
         )
     trained = step.table.select_trained(shapes.params) if step.table is not None else shapes.params
     leaves = jax.tree.leaves(shapes.opt_state)
@@ -222,9 +222,9 @@ class FilesStep:
         """
         if self._files is None:
             raise ValueError(
-                "execution.optimizer_memory=files needs the files of the state: give"
+                "execution.offload.optimizer=files needs the files of the state: give"
                 " make_train_step update=UpdateFromFiles(files=open_files(...)), both of"
-                " jaxmoe.contrib.offload.files_step, or set execution.optimizer_memory to host"
+                " jaxmoe.contrib.offload.files_step, or set execution.offload.optimizer to host"
             )
         files = self._files
         since = time.perf_counter()

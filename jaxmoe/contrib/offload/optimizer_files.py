@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxmoe.contrib.offload.files_step import UpdateFromFiles, open_files
 from jaxmoe.contrib.offload.part_files import PartFiles
+from jaxmoe.execution import OffloadConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.parts import ConfiguredPart
 
@@ -21,7 +22,8 @@ class OptimizerFiles(ConfiguredPart):
 
     def prepare(self, assembly: Assembly) -> Assembly:
         """Return the run with a step that updates from the files, which are opened."""
-        where = assembly.execution.optimizer_directory or str(self.directory.path / "optimizer")
+        offload = assembly.execution.offload or OffloadConfig()
+        where = offload.directory or str(self.directory.path / "optimizer")
         files = self._files = open_files(where, assembly.step(), assembly.state_shapes())
         self.supervision.resources.callback(files.close)
         return dataclasses.replace(assembly, update=UpdateFromFiles(files=files))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates an optimiser state that lies in host memory, part by part (arXiv 2410.21316).
 
-The stacked layers of each scan are updated in a loop over `execution.optimizer_parts` equal parts,
+The stacked layers of each scan are updated in a loop over `execution.offload.parts` equal parts,
 or the next larger number that divides the layers; a module outside the layers (embedding, norm,
 head) is a part of its own. While part i is updated, part i + 1 is brought to the device and part
 i - 1 returns to the host, so that two or three parts are on the device instead of the whole:
@@ -11,7 +11,7 @@ i - 1 returns to the host, so that two or three parts are on the device instead 
                another module, when the module before it begins its last part
     fetch i+1  after update i - 1; at the end of a loop the last part is fetched a second time
 
-Parameters and gradients that lie in host memory (`execution.parameter_memory`) arrive and leave
+Parameters and gradients that lie in host memory (`execution.offload.parameters`) arrive and leave
 with the state of their part.
 
 New values go to host buffers of their own, and a step that the guard refuses takes the old ones:
@@ -164,22 +164,22 @@ def check_layerwise(execution: ExecutionConfig, optimizer: optax.GradientTransfo
     """
     if isinstance(optimizer, LayerwiseTransformation):
         return
-    field = "optimizer_parts"
+    field = "parts"
     value = str(execution.optimizer_parts)
     alternative = "1"
     if execution.optimizer_memory == "files":
-        field = "optimizer_memory"
+        field = "optimizer"
         value = "files"
         alternative = "host"
     elif execution.optimizer_parts == 1:
-        field = "parameter_memory"
+        field = "parameters"
         value = "host"
         alternative = "device"
     raise ValueError(
-        f"execution.{field}={value} updates the layers of a stack apart, and this"
+        f"execution.offload.{field}={value} updates the layers of a stack apart, and this"
         " optimizer does not promise to treat each layer by itself: build it with an"
         " Optimizer, wrap it in jaxmoe.optim.steps.LayerwiseTransformation(*optimizer) if"
-        f" it does, or set execution.{field} to {alternative}"
+        f" it does, or set execution.offload.{field} to {alternative}"
     )
 
 

@@ -145,9 +145,9 @@ class PartFiles:
             self.close()
             needed = _VERSIONS * sum(layout.length for layout in self.layouts)
             raise ValueError(
-                f"execution.optimizer_memory=files needs {needed / 1e6:.1f} MB in {self.directory},"
-                f" which cannot be written ({error.strerror}): free space, or set"
-                " execution.optimizer_directory to a directory on another disk"
+                f"execution.offload.optimizer=files needs {needed / 1e6:.1f} MB in"
+                f" {self.directory}, which cannot be written ({error.strerror}): free space, or set"
+                " execution.offload.directory to a directory on another disk"
             ) from error
 
     @property
@@ -232,7 +232,7 @@ class PartFiles:
         except BlockingIOError as error:
             lock.close()
             raise ValueError(
-                f"execution.optimizer_directory={self.directory} holds the optimizer state of"
+                f"execution.offload.directory={self.directory} holds the optimizer state of"
                 " another run that trains: give each run its own directory"
             ) from error
         self._lock_file = lock

@@ -28,9 +28,9 @@ ROWS: Final = (
     ),
     Row(
         _WORKERS,
-        differs("execution.optimizer_memory", "device"),
+        differs("execution.offload.optimizer"),
         "{second} with {first}: the optimisers of workers stay on their devices",
-        "set execution.optimizer_memory to device",
+        "set execution.offload to None",
     ),
     Row(
         _WORKERS,

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxmoe.execution import OffloadConfig
 from jaxmoe.planning.abstract_step import StepPlan, abstract_state
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Chip
@@ -88,18 +89,19 @@ def choices_of(plan: StepPlan, chip: Chip) -> list[list[MemoryChoice]]:
 
     moments = of(state.opt_state)
     layers = of([state.params[name] for name in names])
-    host: dict[str, Any] = {"optimizer_memory": "host", "optimizer_parts": _PARTS}
+    host = OffloadConfig(parts=_PARTS)
     share_kept = min(1.0, 3 / _PARTS)
     link = chip.host_bandwidth
     choices = [MemoryChoice()]
     if execution.mesh.stage == 1 and execution.optimizer_memory == "device":
         freed = (1 - share_kept) * moments
         moved = 2 * moments
-        choices.append(MemoryChoice(freed=freed, seconds=moved / link, fields=tuple(host.items())))
+        choices.append(MemoryChoice(freed=freed, seconds=moved / link, fields=(("offload", host),)))
         if STATE_LAYOUTS[execution.rules].is_streamable and execution.telemetry == "brief":
             # Forward and backward, and the update: parameters; written, norm and update: gradients.
             moved += (2 * plan.accumulation + 2 + 3 * plan.accumulation) * layers
-            fields = host | {"parameter_memory": "host", "remat_dense": None}
+            offload = dataclasses.replace(host, parameters="host")
+            fields: dict[str, Any] = {"offload": offload, "remat_dense": None}
             fields |= {} if execution.remat == "offload" else {"remat": "full"}
             freed += (1 - share_kept) * 2 * layers
             choices.append(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.memory import estimate_memory
@@ -41,12 +42,11 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
     if chip.platform != "cpu" and execution.remat != "offload":
         execute("--execution.remat offload", remat="offload")
     if chip.platform != "cpu" and execution.optimizer_memory == "device":
-        execute("--execution.optimizer_memory host", optimizer_memory="host")
-        if plan.execution.mesh.stage == 1:
-            flag = "--execution.optimizer_memory host --execution.optimizer_parts 8"
-            execute(flag, optimizer_memory="host", optimizer_parts=8)
+        for parts in (1, 8) if plan.execution.mesh.stage == 1 else (1,):
+            offload = OffloadConfig(parts=parts)
+            execute(_text(execution, {"offload": offload}), offload=offload)
     if chip.platform != "cpu" and execution.parameter_memory == "device":
-        flags = {"parameter_memory": "host", "optimizer_memory": "host", "optimizer_parts": 8}
+        flags: dict[str, object] = {"offload": OffloadConfig(parameters="host", parts=8)}
         flags |= {"remat": "full", "remat_dense": None, "telemetry": "brief"}
         if plan.execution.mesh.stage == 1 and STATE_LAYOUTS[execution.rules].is_streamable:
             execute(_text(execution, flags), **flags)
@@ -74,4 +74,14 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
 def _text(execution: ExecutionConfig, fields: Mapping[str, object]) -> str:
     """Return the flags of the fields that change."""
     changed = {name: value for name, value in fields.items() if getattr(execution, name) != value}
-    return " ".join(f"--execution.{name} {value}" for name, value in changed.items())
+    return " ".join(flag for field in changed.items() for flag in _flag_words(*field))
+
+
+def _flag_words(name: str, value: Any) -> list[str]:
+    """Return the flags of a field; of a group those that differ from its defaults, or the first."""
+    if not dataclasses.is_dataclass(value):
+        return [f"--execution.{name} {value}"]
+    fields = dataclasses.fields(value)
+    changed = [field for field in fields if getattr(value, field.name) != field.default]
+    below = [field.name for field in changed or fields[:1]]
+    return [f"--execution.{name}.{field} {getattr(value, field)}" for field in below]

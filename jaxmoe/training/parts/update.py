@@ -246,9 +246,9 @@ def _owner(path: Any, leaf: Any, names: set[tuple[str, ...]]) -> str | None:
     if not leaf.ndim:
         return None
     raise ValueError(
-        f"execution.optimizer_parts needs to know the parameter of each array of the optimizer's"
+        f"execution.offload.parts needs to know the parameter of each array of the optimizer's"
         f" state, and {jax.tree_util.keystr(path)} of shape {leaf.shape} belongs to none: set"
-        " execution.optimizer_parts to 1"
+        " execution.offload.parts to 1"
     )
 
 

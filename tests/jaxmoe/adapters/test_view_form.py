@@ -24,7 +24,7 @@ from jaxmoe.adapters.base import frozen
 from jaxmoe.adapters.factors import TRAINED, own_row
 from jaxmoe.contrib.estimators.noise import noise_sum, noise_view
 from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.layers.view import view_outside
 from jaxmoe.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from jaxmoe.models.transformer import forward
@@ -269,7 +269,7 @@ def test_steps_on_a_mesh_equal_those_of_one_device(name, sizes):
     ("given", "message"),
     [
         ({"rules": "zero2"}, "rules=zero2 gathers parameters before they are used"),
-        ({"optimizer_memory": "host"}, "changes the state after each step"),
+        ({"offload": OffloadConfig()}, "changes the state after each step"),
         ({"precision": PrecisionPolicy(weights="w4a16")}, "weights='w4a16' is for inference"),
     ],
 )

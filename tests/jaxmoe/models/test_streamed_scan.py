@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.streamed_scan import stream_layers
@@ -24,7 +24,7 @@ from tests.support.tolerances import assert_close
 from tests.support.tpus import described_tpus
 
 MODEL = dataclasses.replace(FULL, num_layers=4, residual=LadderResidualConfig())
-HOST = {"parameter_memory": "host", "optimizer_memory": "host"}
+HOST = {"offload": OffloadConfig(parameters="host")}
 
 
 def loss_and_gradients(execution, params):
@@ -61,7 +61,6 @@ def test_streamed_layers_have_the_loss_and_gradients_of_others(remat):
     [
         ({"remat": "none"}, "execution.remat=none keeps values"),
         ({"remat_dense": "dots"}, "execution.remat_dense=dots keeps values"),
-        ({"optimizer_memory": "device"}, "set execution.optimizer_memory to host"),
         ({"mesh": MeshConfig(stage=2)}, "execution.mesh.stage=2"),
         ({"rules": "zero1"}, "set execution.rules to data_parallel or fully_sharded"),
         ({"telemetry": "detailed"}, "set execution.telemetry to brief"),

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from jaxmoe.execution import OffloadConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.planning.host_link import disk_bytes, host_traffic
@@ -44,14 +45,14 @@ def test_the_model_has_the_parameters_of_the_formulas():
 
 @pytest.mark.parametrize("parts, again", [(1, 0), (2, 2), (3, 4), (4, 4)])  # 4 layers in 2 or 4
 def test_moments_come_and_go_once_and_a_loop_fetches_its_last_part_twice(parts, again):
-    _, found = bytes_of(optimizer_memory="host", optimizer_parts=parts)
+    _, found = bytes_of(offload=OffloadConfig(parts=parts))
     extra = 8 * LAYERS / again if again else 0
     assert found == {"moments": (8 * (LAYERS + OTHERS) + extra, 8 * (LAYERS + OTHERS))}
 
 
 def test_streamed_layers_by_hand():
-    fields = {"optimizer_memory": "host", "parameter_memory": "host", "remat": "offload"}
-    _, found = bytes_of(accumulation=2, optimizer_parts=4, **fields)
+    offload = OffloadConfig(parameters="host", parts=4)
+    _, found = bytes_of(accumulation=2, offload=offload, remat="offload")
     layers = 4 * LAYERS
     assert found["layers"] == (2 * layers * 9 / 4, 0)
     # Two gradients and a sum leave; the sum is made of two arrays, and the norm reads it.
@@ -61,7 +62,7 @@ def test_streamed_layers_by_hand():
 
 
 def test_files_cost_the_link_and_the_disk():
-    plan, found = bytes_of(optimizer_memory="files", optimizer_parts=4)
+    plan, found = bytes_of(offload=OffloadConfig(optimizer="files", parts=4))
     state = 8 * (LAYERS + OTHERS)
     assert found == {"moments": (state, state)} and disk_bytes(plan) == state
     chip = dataclasses.replace(CHIPS["v5e"], host_bandwidth=1e6, disk_bandwidth=1e5)
@@ -76,7 +77,7 @@ def test_files_cost_the_link_and_the_disk():
 
 
 def test_each_device_of_a_mesh_moves_its_shards():
-    plan, found = bytes_of(MeshConfig(data=4), optimizer_memory="host")
+    plan, found = bytes_of(MeshConfig(data=4), offload=OffloadConfig())
     whole = sum(row.size for row in plan.table if not any(row.spec))
     cut = LAYERS + OTHERS - whole
     assert 0 < whole < cut

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from jaxmoe.execution import OffloadConfig
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.planning.search.memory_policy import MemoryChoice, cheapest, choices_of, policy_fields
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
@@ -40,8 +41,8 @@ def test_the_policy_moves_no_more_than_is_needed():
     assert policy_fields(plan, chip, 0.0) == {}
     assert policy_fields(plan, chip, inputs[1].freed) == {"remat": "offload"}
     moments = policy_fields(plan, chip, held[1].freed)
-    assert moments == {"optimizer_memory": "host", "optimizer_parts": 8}
+    assert moments == {"offload": OffloadConfig(parts=8)}
     most = policy_fields(plan, chip, held[2].freed)
-    assert most is not None and most["parameter_memory"] == "host"
+    assert most is not None and most["offload"].parameters == "host"
     assert policy_fields(plan, chip, 10.0 * held[2].freed) is None
     assert held[1].seconds == pytest.approx(held[1].freed / (5 / 8) * 2 / chip.host_bandwidth)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.optim import AdamWConfig
@@ -246,8 +246,8 @@ def test_state_in_host_memory_comes_to_the_device_in_parts():
     """Counters stay; the rest arrives for the update, at once or three parts at a time."""
     fields = {"mesh": MeshConfig(data=8), "batch_size": 8, "length": 64}
     device = estimate_memory(plan_of(WIDE, **fields), "tpu")
-    whole = estimate_memory(plan_of(WIDE, **fields, optimizer_memory="host"), "tpu")
-    cut = plan_of(WIDE, **fields, optimizer_memory="host", optimizer_parts=12)
+    whole = estimate_memory(plan_of(WIDE, **fields, offload=OffloadConfig()), "tpu")
+    cut = plan_of(WIDE, **fields, offload=OffloadConfig(parts=12))
     moments = device.optimizer - whole.optimizer
     assert moments > 0.9 * device.optimizer
     assert whole.update - device.update == moments
@@ -259,9 +259,7 @@ def test_parameters_in_host_memory_leave_three_layers_on_the_device():
     model = dataclasses.replace(WIDE, num_layers=12)
     fields = {"mesh": MeshConfig(data=8), "batch_size": 8, "length": 64, "remat": "full"}
     device = estimate_memory(plan_of(model, **fields), "tpu")
-    plan = plan_of(
-        model, **fields, parameter_memory="host", optimizer_memory="host", optimizer_parts=12
-    )
+    plan = plan_of(model, **fields, offload=OffloadConfig(parameters="host", parts=12))
     host = estimate_memory(plan, "tpu")
     layers = device.parameters - host.parameters
     assert layers > 0.8 * device.parameters
@@ -270,7 +268,7 @@ def test_parameters_in_host_memory_leave_three_layers_on_the_device():
     found = search(plan_of(model, **fields), [MeshConfig(data=8)], tiny := small_chip("v5e"))
     assert found.closest is not None
     ways = remedies(found.closest, tiny)
-    assert any("--execution.parameter_memory host" in flag for flag in ways)
+    assert any("--execution.offload.parameters host" in flag for flag in ways)
 
 
 def small_chip(name):

@@ -16,7 +16,7 @@ from jaxmoe.checkpoint.manifest import CheckpointsLostError
 from jaxmoe.configs import to_json
 from jaxmoe.contrib.slow_links import DiLoCoConfig, OneBitAdamConfig, StreamingConfig
 from jaxmoe.data import SkippedRows
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.directory import RunDirectory
@@ -34,7 +34,7 @@ ADAPTED = dataclasses.replace(
 CONFIGS = {
     "one batch": config(),
     "host memory": dataclasses.replace(
-        config(), execution=ExecutionConfig(optimizer_memory="host", telemetry="brief")
+        config(), execution=ExecutionConfig(offload=OffloadConfig(), telemetry="brief")
     ),
     "diloco": dataclasses.replace(config(), execution=WORKERS, replicas=DiLoCoConfig(every=2)),
     "streaming": dataclasses.replace(

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.models.embedding import head_weight
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.optim import adamw
@@ -110,17 +110,15 @@ STATES = {
         mesh=MeshConfig(replica=2, data=2, tensor=2), rules="hierarchical", remat="full"
     ),
     "optimizer_on_host": ExecutionConfig(
-        mesh=MeshConfig(data=4, tensor=2), optimizer_memory="host", remat="offload"
+        mesh=MeshConfig(data=4, tensor=2), offload=OffloadConfig(), remat="offload"
     ),
     "optimizer_on_host_in_parts": ExecutionConfig(
-        mesh=MeshConfig(data=4, tensor=2), rules="zero1", optimizer_memory="host", optimizer_parts=2
+        mesh=MeshConfig(data=4, tensor=2), rules="zero1", offload=OffloadConfig(parts=2)
     ),
     "parameters_on_host": ExecutionConfig(
         mesh=MeshConfig(data=4, tensor=2),
         remat="offload",
-        optimizer_memory="host",
-        optimizer_parts=2,
-        parameter_memory="host",
+        offload=OffloadConfig(parts=2, parameters="host"),
     ),
     "nested": ExecutionConfig(
         mesh=MeshConfig(replica=2, data=2, expert=2), rules="nested", remat="full"

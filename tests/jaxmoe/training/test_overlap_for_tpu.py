@@ -5,7 +5,7 @@ TPUs; the docstrings of `sharding/pipeline/executor.py` and `streamed_scan.py` h
 
 import pytest
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, adamw
 from jaxmoe.planning.abstract_step import StepPlan, trace_step
@@ -60,8 +60,7 @@ def test_an_eighth_of_the_copies_of_an_offloaded_step_has_products_beside_it(mon
         mesh=MeshConfig(data=8),
         precision=PrecisionPolicy(compute="bfloat16"),
         remat="full",
-        parameter_memory="host",
-        optimizer_memory="host",
+        offload=OffloadConfig(parameters="host"),
     )
     copies = host_copies(_compiled(monkeypatch, execution, 1))
     assert len(copies) > 100

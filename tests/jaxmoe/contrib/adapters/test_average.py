@@ -18,7 +18,7 @@ from jaxmoe.contrib.adapters.average import (
     FixedAverageConfig,
 )
 from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.optim import adamw
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from jaxmoe.training.parts.average import AVERAGES
@@ -152,10 +152,12 @@ def test_averages_are_a_registry():
 def test_what_cannot_be_averaged_is_refused():
     with pytest.raises(ValueError, match=r"training.average.new=0 must be above 0"):
         FixedAverageConfig(new=0)
-    with pytest.raises(ValueError, match="execution.optimizer_memory=host: training.average:fixed"):
+    with pytest.raises(
+        ValueError, match="execution.offload.optimizer=host: training.average:fixed"
+    ):
         make_train_step(
             TINY,
             OPTIMIZER,
-            execution=ExecutionConfig(optimizer_memory="host"),
+            execution=ExecutionConfig(offload=OffloadConfig()),
             parts=(Averaging(config=FixedAverageConfig()),),
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.adapters import AdaLoraConfig, LoraConfig, SwitchLoraConfig, TargetsConfig
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.optim import adamw
 from jaxmoe.training.state import init_state
 from jaxmoe.training.step import make_train_step
@@ -112,7 +112,7 @@ def test_steps_on_a_mesh_equal_those_of_one_device(mesh, name):
 
 @pytest.mark.parametrize(
     ("execution", "message"),
-    [({"optimizer_memory": "host"}, "model.adapter:adalora changes the state after each step")],
+    [({"offload": OffloadConfig()}, "model.adapter:adalora changes the state after each step")],
 )
 def test_states_in_other_memory_are_refused(execution, message):
     model = dataclasses.replace(TINY, adapter=FOLLOWING["adalora"])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxmoe.contrib.depth import halves
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.routing.capacity import CapacityConfig
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig
@@ -34,8 +34,7 @@ TWO = {
         mesh=MeshConfig(data=2),
         halves=2,
         remat="full",
-        parameter_memory="host",
-        optimizer_memory="host",
+        offload=OffloadConfig(parameters="host"),
     ),
 }
 SLOW = ("expert2_all_to_all", "streamed")

@@ -16,7 +16,7 @@ from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.contrib.depth import halves
 from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
 from jaxmoe.contrib.depth.loop import HyperloopConfig, LoopConfig
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.layers.records import Stream
 from jaxmoe.layers.residual import LadderResidualConfig
 from jaxmoe.models.cache import initial_cache
@@ -195,7 +195,7 @@ HYPER = dataclasses.replace(DENSE, residual=HyperResidualConfig(streams=2, mixin
 @pytest.mark.parametrize("model", [CONNECTED, HYPER], ids=["loop", "hyper"])
 @pytest.mark.parametrize(
     "fields",
-    [{"halves": 2}, {"remat": "full", "parameter_memory": "host", "optimizer_memory": "host"}],
+    [{"halves": 2}, {"remat": "full", "offload": OffloadConfig(parameters="host")}],
     ids=["halves", "streamed"],
 )
 def test_halves_and_streamed_layers_change_nothing(model, fields, monkeypatch):

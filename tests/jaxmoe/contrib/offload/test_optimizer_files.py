@@ -17,7 +17,7 @@ from jaxmoe.contrib.offload.files_step import OptimizerFilesError, UpdateFromFil
 from jaxmoe.contrib.offload.part_files import PartFiles
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.models.config import AttentionConfig, ModelConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.scaling import standard
@@ -34,7 +34,7 @@ MODEL = ModelConfig(
     moe=None,
     dense_dim=32,
 )
-FILES = ExecutionConfig(optimizer_memory="files", optimizer_parts=8)
+FILES = ExecutionConfig(offload=OffloadConfig(optimizer="files", parts=8))
 STEPS = 3
 
 
@@ -243,7 +243,7 @@ def test_a_disk_without_space_is_an_error_at_the_start(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(part_files.os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"needs 0\.\d MB in .*No space left.*optimizer_directory"):
+    with pytest.raises(ValueError, match=r"needs 0\.\d MB in .*No space left.*offload.directory"):
         Training(FILES, tmp_path)
 
 

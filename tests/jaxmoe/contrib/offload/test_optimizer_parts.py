@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, MuonConfig, MuonHConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import init_params, parameter_table
@@ -22,8 +22,8 @@ from tests.support.models import FULL, in_groups
 from tests.support.tolerances import assert_close
 
 MODEL = dataclasses.replace(FULL, num_layers=5, has_tied_embeddings=False)
-WHOLE = ExecutionConfig(optimizer_memory="host")
-PARTS = dataclasses.replace(WHOLE, optimizer_parts=3)  # 4 layers divide by 4
+WHOLE = ExecutionConfig(offload=OffloadConfig())
+PARTS = ExecutionConfig(offload=OffloadConfig(parts=3))  # 4 layers divide by 4
 OPTIMIZERS = {
     "adamw": (AdamWConfig(), "adamw", "adamw"),
     "muon": (MuonConfig(), "muon", "adamw"),
@@ -114,8 +114,8 @@ def test_an_optimizer_that_may_mix_layers_is_refused():
 
 
 def test_fewer_than_one_part_is_refused():
-    with pytest.raises(ValueError, match="optimizer_parts=0 must be at least 1"):
-        ExecutionConfig(optimizer_parts=0)
+    with pytest.raises(ValueError, match="offload.parts=0 must be at least 1"):
+        OffloadConfig(parts=0)
 
 
 def test_an_update_that_the_execution_does_not_ask_for_is_refused():

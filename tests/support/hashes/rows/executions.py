@@ -150,10 +150,12 @@ def _skipping() -> tuple[Any, dict[str, Any]]:
     return model, {"accumulation": 2, "gradients": PartialBackprop(skipping=skipping)}
 
 
-def _on_host(**fields: Any) -> tuple[Any, dict[str, Any]]:
+def _on_host(offload: dict[str, Any] | None = None, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    from jaxmoe.execution import OffloadConfig
     from jaxmoe.optim import adamw
     from tests.support.models import WIDE
 
+    fields["offload"] = OffloadConfig(**offload or {})
     execution = _execution_of(mesh={"data": 4, "tensor": 2}, **fields)
     return WIDE, {"execution": execution, "optimizer": adamw(1e-2, epsilon=1e-2)}
 
@@ -199,13 +201,9 @@ _STEPS = {
     "accumulated_buffer": lambda: _accumulated(accumulated_balance="buffer"),
     "accumulated_two_pass": lambda: _accumulated(accumulated_balance="two_pass"),
     "skipped_layers": _skipping,
-    "optimizer_on_host": lambda: _on_host(optimizer_memory="host", remat="offload"),
-    "optimizer_on_host_in_parts": lambda: _on_host(
-        rules="zero1", optimizer_memory="host", optimizer_parts=2
-    ),
-    "parameters_on_host": lambda: _on_host(
-        remat="offload", optimizer_memory="host", optimizer_parts=2, parameter_memory="host"
-    ),
+    "optimizer_on_host": lambda: _on_host(remat="offload"),
+    "optimizer_on_host_in_parts": lambda: _on_host({"parts": 2}, rules="zero1"),
+    "parameters_on_host": lambda: _on_host({"parts": 2, "parameters": "host"}, remat="offload"),
     "interleaved": lambda: _pipeline("interleaved"),
     "interleaved_chunks": lambda: _pipeline("interleaved", chunks=2),
     "interleaved_late_weights": lambda: _pipeline("interleaved", weight_gradients="deferred"),

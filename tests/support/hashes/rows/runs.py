@@ -162,9 +162,9 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "evolution": ("training.gradients:evolution", "--training.clip", "None"),
     "snapshots": ("--snapshots.every", "2"),
     "optimizer_in_files": (
-        "--execution.optimizer_memory",
+        "--execution.offload.optimizer",
         "files",
-        "--execution.optimizer_parts",
+        "--execution.offload.parts",
         "2",
         *TWO_LAYERS,
     ),

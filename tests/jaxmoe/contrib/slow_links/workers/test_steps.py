@@ -17,7 +17,7 @@ from jaxmoe.contrib.slow_links import DiLoCoConfig, SpesConfig
 from jaxmoe.contrib.slow_links.workers.local import local_of
 from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.contrib.slow_links.workers.step import make_worker_step
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.optim import adamw, muon
 from jaxmoe.routing import METHODS
 from jaxmoe.scaling.initialize import parameter_table
@@ -279,7 +279,7 @@ def test_router_state_of_a_round_is_that_of_the_summed_statistics(every):
         (MeshConfig(replica=2), DiLoCoConfig(workers=4), {}, "must be replicas.workers=4, or 1"),
         (MeshConfig(replica=2, stage=2), DiLoCoConfig(), {}, "cannot be a pipeline yet"),
         (MeshConfig(replica=2), DiLoCoConfig(), {"rules": "hybrid"}, "shares the state of all"),
-        (MeshConfig(replica=2), DiLoCoConfig(), {"optimizer_memory": "host"}, "stay on their"),
+        (MeshConfig(replica=2), DiLoCoConfig(), {"offload": OffloadConfig()}, "stay on their"),
     ],
 )
 def test_meshes_that_do_not_fit_the_workers_are_refused(mesh, config, fields, message):
