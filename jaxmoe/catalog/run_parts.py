@@ -40,14 +40,6 @@ PARTS: Final[tuple[tuple[Callable[[Any], object], str], ...]] = (
 )
 """What asks for a part, and the address of its class, in the order in which the parts act."""
 
-STEP_PARTS: Final = {
-    "check_free": (
-        "jaxmoe.contrib.survival.layer_norms:LayerNorms",
-        "jaxmoe.contrib.survival.layer_norms:VocabularyMirror",
-    ),
-}
-"""Addresses of what each step does for a part of the tuple `parts`, by the name of the part."""
-
 FILES: Final = {
     "indicators.npz": (
         "jaxmoe.contrib.telemetry.part:Telemetry",

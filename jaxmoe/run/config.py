@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import pkgutil
 import re
 from typing import Any, ClassVar, Literal
 
 from jaxmoe import combinations
 from jaxmoe.catalog import choice
-from jaxmoe.catalog.run_parts import STEP_PARTS
 from jaxmoe.checkpoint.damage import Verify
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.data.batch_sizes import BatchSizes
@@ -78,11 +76,16 @@ class RunPartConfig(abc.ABC):
     """Base class of the configs of run parts.
 
     A part changes nothing that a run resumed without it needs: no order of the data, and no state
-    but that of `STEP_PARTS` (`jaxmoe/catalog/run_parts.py`), which a run goes on without.
+    but that of `step_parts`, which a run goes on without.
     """
 
     name: ClassVar[str]
     """Name in the catalogue, in config files and on the command line."""
+
+    @property
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """What each step does for the part; none by default."""
+        return ()
 
     @abc.abstractmethod
     def build(self, directory: Any, supervision: Any) -> Any:
@@ -437,8 +440,7 @@ class PretrainConfig:
     def step_parts(self) -> tuple[StepPart, ...]:
         """Parts of a step beside gradients, update and guard."""
         repacked = self.assigner.step_parts if self.data.traits.packs_levels else ()
-        addresses = (address for part in self.parts for address in STEP_PARTS.get(part.name, ()))
-        of_parts = (pkgutil.resolve_name(address)() for address in addresses)
+        of_parts = (step_part for part in self.parts for step_part in part.step_parts)
         return (*self.training.step_parts, *of_parts, *repacked)
 
     def part(self, name: str) -> RunPartConfig | None:

@@ -128,4 +128,6 @@ def test_gradients_and_a_run_part_of_an_installed_package_train_and_resume(site,
     logged = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     norms = {one["step"]: one["parameters/norm"] for one in logged if "parameters/norm" in one}
     assert list(norms) == [1, 2, 3]
+    largest = [one["gradients/largest_norm"] for one in logged if "gradients/largest_norm" in one]
+    assert 0.0 < largest[0] and largest == sorted(largest)  # kept in the checkpoint
     assert json.loads((directory / "summary.json").read_text())["parameter_norm"] == norms[3]

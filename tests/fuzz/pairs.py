@@ -95,7 +95,7 @@ MESHES: tuple[Fields, ...] = (
     {"execution.mesh": MeshConfig(replica=2, data=4)},
     {"execution.mesh": MeshConfig(stage=2, data=4), "training.accumulation": 2},
     {"execution.mesh": MeshConfig(stage=4, data=2), "training.accumulation": 4},
-    {"execution.mesh": MeshConfig(data=4), "execution.fold": MoEMesh(expert=2)},
+    {"execution.mesh": MeshConfig(data=8), "execution.fold": MoEMesh(expert=2)},
     *(
         {
             "execution.mesh": MeshConfig(data=4, seq=2),

@@ -64,6 +64,7 @@ from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage, shared
 from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
+from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.state import TrainState
 from sharding import axes as ax
 from sharding.distributed import share
@@ -357,6 +358,11 @@ class CheckFreeConfig(RunPartConfig):
     def __post_init__(self):
         if self.recovery_steps < 0:
             raise ValueError(f"{self.name}.recovery_steps={self.recovery_steps} must be 0 or more")
+
+    @property
+    def step_parts(self) -> tuple[StepPart, ...]:
+        """What each step keeps: norms of the layers, and copies of the rows of the vocabulary."""
+        return LayerNorms(), VocabularyMirror()
 
     def build(self, directory: RunDirectory, supervision: Supervision) -> Replacement:
         """Return the part."""
