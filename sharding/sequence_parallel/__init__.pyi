@@ -11,6 +11,7 @@ from sharding.sequence_parallel.cache_formats import bytes_per_token as bytes_pe
 from sharding.sequence_parallel.cache_formats import empty_slots as empty_slots
 from sharding.sequence_parallel.cached import CACHE_AXES as CACHE_AXES
 from sharding.sequence_parallel.cached import KVCache as KVCache
+from sharding.sequence_parallel.cached import NewTokens as NewTokens
 from sharding.sequence_parallel.cached_latent import LATENT_CACHE_AXES as LATENT_CACHE_AXES
 from sharding.sequence_parallel.cached_latent import attend_latent as attend_latent
 from sharding.sequence_parallel.form import FormChoice as FormChoice

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import QuantizedArray
 from sharding import axes as ax
@@ -39,6 +39,35 @@ from sharding.sequence_parallel.local_attention import (
 )
 
 
+class NewTokens(NamedTuple):
+    """Tokens that a layer takes into its cache and attends with."""
+
+    q: Float[Array, "B S N H"]
+    """Queries."""
+    k: Float[Array, "B S M H"]
+    """Keys; of latents their entries [B S 1 H]."""
+    v: Float[Array, "B S M H"] | None
+    """Values; None for latents, whose entries hold them."""
+    layer: Int[Array, ""]
+    """Layer of the cache that is written and read."""
+    positions: Int[Array, "B S"]
+    """Positions: a token's slot in a cache with a slot per position. In pages -1 is padding."""
+    token_mask: Bool[Array, "B S"] | None = None
+    """False for padding; None where the cache does not ask for it."""
+
+    def axes(self) -> Any:
+        """Return the logical axes of each array, in the same record."""
+        heads, kv_heads = (
+            (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
+        )
+        rows = (ax.ACT_BATCH, None)
+        axes: dict[str, Any] = {"q": heads, "layer": (), "positions": rows}
+        axes["k"] = (ax.ACT_BATCH, None, None, None) if self.v is None else kv_heads
+        axes["v"] = None if self.v is None else kv_heads
+        axes["token_mask"] = None if self.token_mask is None else rows
+        return NewTokens(**axes)
+
+
 class KVCache(NamedTuple):
     """Cached keys and values of a stack of layers, a slot per position."""
 
@@ -46,52 +75,43 @@ class KVCache(NamedTuple):
     v: Float[Array, "L B U M H"] | QuantizedArray
 
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B S M H"],
-        v: Float[Array, "B S M H"],
-        layer: Int[Array, ""],
-        *,
-        placement: Placement,
-        positions: Int[Array, "B S"],
-        rules: AttentionRules,
+        self, new: NewTokens, *, placement: Placement, rules: AttentionRules
     ) -> tuple[Float[Array, "B S N H"], Seen, KVCache]:
         """Write new keys and values and attend to all entries of a layer.
 
         Args:
-            q: Queries of the new tokens.
-            k: Keys of the new tokens.
-            v: Values of the new tokens.
-            layer: Layer of the cache that is written and read.
+            new: Tokens to write and to attend with.
             placement: Layout rules.
-            positions: Positions of the new tokens; a token's slot is its position.
             rules: Mask and kernel.
 
         Returns:
             The output, the watched logits (see `attend`), and the cache with the new tokens.
         """
-        heads, kv_heads = (
-            (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
-        )
+        new_axes = new.axes()
         axes = placement.mesh_axes(ax.ACT_CACHE)
         # Scales have as many dimensions as values.
         slots: Any = jax.tree.map(lambda _: CACHE_AXES, self)
 
-        def run(q, k, v, cache, layer, positions, *, batch_axes):
+        def run(new, cache, *, batch_axes):
             del batch_axes
             key_positions = held_positions(cache.k.shape[2], axes)
-            cache = write_tokens(cache, k, v, layer, positions - key_positions[0])
-            keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in cache)
-            token_pair = HeldTokens(positions, None), HeldTokens(key_positions, None)
-            out, seen = attend_and_merge(q, keys, values, *token_pair, rules, axes)
+            slots = new.positions - key_positions[0]
+            cache = write_tokens(cache, new.k, new.v, new.layer, slots)
+            keys, values = (out_of_cache(layer_of(part, new.layer), new.q.dtype) for part in cache)
+            token_pair = HeldTokens(new.positions, None), HeldTokens(key_positions, None)
+            out, seen = attend_and_merge(new.q, keys, values, *token_pair, rules, axes)
             return out, seen, cache
 
         region = placement.region(
             run,
-            in_axes=(heads, kv_heads, kv_heads, slots, (), (ax.ACT_BATCH, None)),
-            out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
+            in_axes=(new_axes, slots),
+            out_axes=(
+                new_axes.q,
+                dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)),
+                slots,
+            ),
         )
-        return region(q, k, v, self, layer, positions)
+        return region(new, self)
 
 
 CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)

@@ -13,11 +13,12 @@ Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1.2).
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sharding import axes as ax
 from sharding.constrain import Placement
 from sharding.sequence_parallel.cached import (
+    NewTokens,
     attend_and_merge,
     held_positions,
     layer_of,
@@ -31,26 +32,20 @@ LATENT_CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, None, None)
 
 
 def attend_latent(
-    q: Float[Array, "B S N H"],
-    new: Float[Array, "B S H"],
+    new: NewTokens,
     entries: Float[Array, "L B U 1 H"] | PagedLatents,
-    layer: Int[Array, ""],
     *,
     latent_dim: int,
     placement: Placement,
-    positions: Int[Array, "B S"],
     rules: AttentionRules,
 ) -> tuple[Float[Array, "B S N Hv"], Seen, Float[Array, "L B U 1 H"] | PagedLatents]:
     """Write the entries of new tokens into the cache and attend to all of it.
 
     Args:
-        q: Queries of the new tokens, as wide as an entry.
-        new: Entries of the new tokens.
+        new: Tokens to write and to attend with: queries as wide as an entry, entries as keys.
         entries: Cache of a stack of layers, with slots for all tokens to come; or pages.
-        layer: Layer of the cache that is written and read.
         latent_dim: R, features of an entry that are its value.
         placement: Layout rules.
-        positions: Positions of the new tokens; a token's slot is its position.
         rules: Mask and kernel; the scale must be set.
 
     Returns:
@@ -58,36 +53,30 @@ def attend_latent(
         new tokens.
     """
     if isinstance(entries, PagedLatents):
-        options = {"placement": placement, "positions": positions, "rules": rules}
-        return entries.attend(q, new, layer, latent_dim=latent_dim, **options)
-    heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
+        return entries.attend(new, latent_dim=latent_dim, placement=placement, rules=rules)
+    new_axes = new.axes()
     axes = placement.mesh_axes(ax.ACT_CACHE)
     seen = ("lse", "top") if rules.is_observed else ()
 
-    def run(q, new, entries, layer, positions, *, batch_axes):
+    def run(new, entries, *, batch_axes):
         del batch_axes
         key_positions = held_positions(entries.shape[2], axes)
-        entries = write_slots(
-            entries, new.astype(entries.dtype), layer, positions - key_positions[0]
+        slots = new.positions - key_positions[0]
+        entries = write_slots(entries, new.k.astype(entries.dtype), new.layer, slots)
+        keys = layer_of(entries, new.layer).astype(new.q.dtype)
+        token_pair = HeldTokens(new.positions, None), HeldTokens(key_positions, None)
+        out, statistics = attend_and_merge(
+            new.q, keys, keys[..., :latent_dim], *token_pair, rules, axes
         )
-        keys = layer_of(entries, layer).astype(q.dtype)
-        options = HeldTokens(positions, None), HeldTokens(key_positions, None)
-        out, statistics = attend_and_merge(q, keys, keys[..., :latent_dim], *options, rules, axes)
         return out, statistics, entries
 
     region = placement.region(
         run,
-        in_axes=(
-            heads,
-            (ax.ACT_BATCH, None, None, None),
-            LATENT_CACHE_AXES,
-            (),
-            (ax.ACT_BATCH, None),
-        ),
+        in_axes=(new_axes, LATENT_CACHE_AXES),
         out_axes=(
-            heads,
+            new_axes.q,
             dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)),
             LATENT_CACHE_AXES,
         ),
     )
-    return region(q, new[:, :, None], entries, layer, positions)
+    return region(new, entries)

@@ -32,10 +32,8 @@ from pallas_kernels import QuantizedArray, paged_attention, quantize
 from sharding import axes as ax
 from sharding.constrain import Placement
 from sharding.sequence_parallel.cache_formats import CacheFormat, empty_slots
-from sharding.sequence_parallel.local_attention import (
-    AttentionRules,
-    Seen,
-)
+from sharding.sequence_parallel.cached import NewTokens
+from sharding.sequence_parallel.local_attention import AttentionRules, Seen
 
 PAGE_AXES = (None, None, None, ax.ACT_KV_HEADS, None, None)
 """Logical axes of a pool."""
@@ -66,25 +64,13 @@ class PagedCache(NamedTuple):
     tables: PageTables
 
     def attend(
-        self,
-        q: Float[Array, "1 T N H"],
-        k: Float[Array, "1 T M H"],
-        v: Float[Array, "1 T M H"],
-        layer: Int[Array, ""],
-        *,
-        placement: Placement,
-        positions: Int[Array, "1 T"],
-        rules: AttentionRules,
+        self, new: NewTokens, *, placement: Placement, rules: AttentionRules
     ) -> tuple[Float[Array, "1 T N H"], Seen, PagedCache]:
         """Write new keys and values into pages and attend to the pages of each sequence.
 
         Args:
-            q: Queries of the new tokens.
-            k: Keys of the new tokens.
-            v: Values of the new tokens.
-            layer: Layer of the pool that is written and read.
+            new: Tokens [1 T] to write and to attend with; -1 is the position of padding.
             placement: Layout rules.
-            positions: Positions of the new tokens; -1 for padding.
             rules: Mask and kernel.
 
         Returns:
@@ -99,24 +85,20 @@ class PagedCache(NamedTuple):
                 "pages serve requests and report no attention logits: set execution.telemetry to"
                 " brief"
             )
-        heads, kv_heads = (
-            (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
-        )
-
+        new_axes = new.axes()
         pages = page_axes(self.pool)
 
-        def run(q, k, v, pool, layer, tables, positions, *, batch_axes):
+        def run(new, pool, tables, *, batch_axes):
             del batch_axes
-            pool = write_pages(pool, jnp.stack([k[0], v[0]], axis=2), layer, tables.slots)
-            out = attend_pages(q[0], pool, layer, tables, positions[0], rules)
+            entries = jnp.stack([new.k[0], new.v[0]], axis=2)
+            pool = write_pages(pool, entries, new.layer, tables.slots)
+            out = attend_pages(new.q[0], pool, new.layer, tables, new.positions[0], rules)
             return out[None], pool
 
         region = placement.region(
-            run,
-            in_axes=(heads, kv_heads, kv_heads, pages, (), TABLE_AXES, (ax.ACT_BATCH, None)),
-            out_axes=(heads, pages),
+            run, in_axes=(new_axes, pages, TABLE_AXES), out_axes=(new_axes.q, pages)
         )
-        out, pool = region(q, k, v, self.pool, layer, self.tables, positions)
+        out, pool = region(new, self.pool, self.tables)
         return out, {}, PagedCache(pool, self.tables)
 
 

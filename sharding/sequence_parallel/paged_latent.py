@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.arguments import Tables, rules_of
 from pallas_kernels.paged_attention.xla import attend_gathered
-from sharding import axes as ax
 from sharding.constrain import Placement
+from sharding.sequence_parallel.cached import NewTokens
 from sharding.sequence_parallel.local_attention import AttentionRules, Seen
 from sharding.sequence_parallel.paged import (
     TABLE_AXES,
@@ -35,25 +35,14 @@ class PagedLatents(NamedTuple):
     tables: PageTables
 
     def attend(
-        self,
-        q: Float[Array, "1 T N H"],
-        new: Float[Array, "1 T H"],
-        layer: Int[Array, ""],
-        *,
-        latent_dim: int,
-        placement: Placement,
-        positions: Int[Array, "1 T"],
-        rules: AttentionRules,
+        self, new: NewTokens, *, latent_dim: int, placement: Placement, rules: AttentionRules
     ) -> tuple[Float[Array, "1 T N Hv"], Seen, PagedLatents]:
         """Write the entries of new tokens into pages and attend to the pages of each sequence.
 
         Args:
-            q: Queries of the new tokens, as wide as an entry.
-            new: Entries of the new tokens.
-            layer: Layer of the pool that is written and read.
+            new: Tokens [1 T] with their entries as keys; -1 is the position of padding.
             latent_dim: R, features of an entry that are its value.
             placement: Layout rules.
-            positions: Positions of the new tokens; -1 for padding.
             rules: Mask and kernel; the scale must be set.
 
         Returns:
@@ -63,30 +52,23 @@ class PagedLatents(NamedTuple):
             ValueError: The attention is not causal.
         """
         check_causal(rules)
-        paged_rules = rules_of(q, rules.window, rules.softcap, rules.scale, rules.implementation)
-        heads = (ax.ACT_BATCH, None, ax.ACT_HEADS, None)
+        paged_rules = rules_of(
+            new.q, rules.window, rules.softcap, rules.scale, rules.implementation
+        )
+        new_axes = new.axes()
         pages = page_axes(self.pool)
 
-        def run(q, new, pool, layer, tables, positions, *, batch_axes):
+        def run(new, pool, tables, *, batch_axes):
             del batch_axes
-            pool = write_pages(pool, new[0], layer, tables.slots)
-            operands = (pool, layer, Tables(*tables[1:]), positions[0], paged_rules)
+            pool = write_pages(pool, new.k[0], new.layer, tables.slots)
+            operands = (pool, new.layer, Tables(*tables[1:]), new.positions[0], paged_rules)
             out = attend_gathered(
-                q[0], *operands, lambda entries: (entries, entries[..., :latent_dim])
+                new.q[0], *operands, lambda entries: (entries, entries[..., :latent_dim])
             )
             return out[None], pool
 
         region = placement.region(
-            run,
-            in_axes=(
-                heads,
-                (ax.ACT_BATCH, None, None, None),
-                pages,
-                (),
-                TABLE_AXES,
-                (ax.ACT_BATCH, None),
-            ),
-            out_axes=(heads, pages),
+            run, in_axes=(new_axes, pages, TABLE_AXES), out_axes=(new_axes.q, pages)
         )
-        out, pool = region(q, new[:, :, None], self.pool, layer, self.tables, positions)
+        out, pool = region(new, self.pool, self.tables)
         return out, {}, PagedLatents(pool, self.tables)

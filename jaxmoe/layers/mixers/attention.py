@@ -38,6 +38,7 @@ from sharding.sequence_parallel import (
     CACHE_AXES,
     AttentionRules,
     KVCache,
+    NewTokens,
     PagedCache,
     PageTables,
     as_cached,
@@ -314,10 +315,9 @@ class Attention(nn.Module):
                 "model.attention.is_causal=False: without causality a token's keys and values"
                 " change with every later token, and a cache of them would be wrong"
             )
-        options: Any = {"placement": placement, "positions": positions, "rules": rules}
-        options["token_mask"] = tokens.token_mask
+        new = NewTokens(q, k, v, cache.layer, positions, tokens.token_mask)
         reading = self.execution.cache_reading
-        return Attended(*reading.attend(q, k, v, cache.entries, cache.layer, **options))
+        return Attended(*reading.attend(new, cache.entries, placement=placement, rules=rules))
 
     def _declare(self, name, shape, axes, role: Role, matrix) -> Weight:
         declaration = Declaration(shape=shape, axes=axes, role=role, matrix=matrix)

@@ -48,6 +48,7 @@ from sharding.products.tensor_parallel import Product, along_stream, into_stream
 from sharding.sequence_parallel import (
     LATENT_CACHE_AXES,
     AttentionRules,
+    NewTokens,
     PagedLatents,
     PageTables,
     attend,
@@ -361,13 +362,16 @@ class LatentAttention(nn.Module):
         q_nope = self._per_head("bsnh,rnh->bsnr", q[0], kv_b[..., : config.nope_dim])
         latent = placement.place(entry[0], (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))
         out, logits, entries = attend_latent(
-            jnp.concatenate([q_nope, q[1]], axis=-1),
-            jnp.concatenate([latent, entry[1]], axis=-1),
+            NewTokens(
+                q=jnp.concatenate([q_nope, q[1]], axis=-1),
+                k=jnp.concatenate([latent, entry[1]], axis=-1)[:, :, None],
+                v=None,
+                layer=cache.layer,
+                positions=positions,
+            ),
             cache.entries,
-            cache.layer,
             latent_dim=config.latent_dim,
             placement=placement,
-            positions=positions,
             rules=rules,
         )
         out = self._per_head("bsnr,rnh->bsnh", out, kv_b[..., config.nope_dim :])

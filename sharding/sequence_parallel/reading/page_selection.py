@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -39,6 +39,7 @@ from sharding.sequence_parallel.cache_formats import (
 from sharding.sequence_parallel.cached import (
     CACHE_AXES,
     KVCache,
+    NewTokens,
     attend_and_merge,
     held_positions,
     layer_of,
@@ -175,43 +176,32 @@ class PageSelectionConfig(CacheReading):
 
     def attend(
         self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B S M H"],
-        v: Float[Array, "B S M H"],
+        new: NewTokens,
         cache: SummarizedCache,
-        layer: Int[Array, ""],
         *,
         placement: Placement,
-        positions: Int[Array, "B S"],
-        token_mask: Bool[Array, "B S"],
         rules: AttentionRules,
     ) -> tuple[Float[Array, "B S N H"], Seen, SummarizedCache]:
         """Write new keys and values and attend: a prompt to all, a single token to some pages."""
-        heads, kv_heads = (
-            (ax.ACT_BATCH, None, axis, None) for axis in (ax.ACT_HEADS, ax.ACT_KV_HEADS)
-        )
-        rows = (ax.ACT_BATCH, None)
+        new_axes = new.axes()
         axes = placement.mesh_axes(ax.ACT_CACHE)
         slots: Any = jax.tree.map(lambda x: CACHE_AXES[: x.ndim], cache)
         reads_all = self.reads_all(cache.k.shape[2])
 
-        def run(q, k, v, cache, layer, positions, token_mask, *, batch_axes):
+        def run(new, cache, *, batch_axes):
             del batch_axes
+            q, positions, token_mask = new.q, new.positions, new.token_mask
             key_positions = held_positions(cache.k.shape[2], axes)
-            entries = write_tokens(
-                KVCache(cache.k, cache.v), k, v, layer, positions - key_positions[0]
-            )
+            slots = positions - key_positions[0]
+            entries = write_tokens(KVCache(cache.k, cache.v), new.k, new.v, new.layer, slots)
             cache = cache._replace(k=entries.k, v=entries.v)
             if not reads_all:
-                rounded = out_of_cache(into_cache(k, entries.k), q.dtype)
-                pages = (positions - key_positions[0]) // jnp.int32(self.size)
-                operands = rounded, layer, pages, token_mask
+                rounded = out_of_cache(into_cache(new.k, entries.k), q.dtype)
+                operands = rounded, new.layer, slots // jnp.int32(self.size), token_mask
                 cache = cache._replace(summaries=with_new_keys(cache.summaries, *operands))
                 if q.shape[1] == 1:
-                    return self._attend_to_pages(
-                        q, cache, layer, positions, key_positions, rules, axes
-                    )
-            keys, values = (out_of_cache(layer_of(part, layer), q.dtype) for part in entries)
+                    return self._attend_to_pages(new, cache, key_positions, rules, axes)
+            keys, values = (out_of_cache(layer_of(part, new.layer), q.dtype) for part in entries)
             token_pair = HeldTokens(positions, None), HeldTokens(key_positions, None)
             out, seen = attend_and_merge(q, keys, values, *token_pair, rules, axes)
             if self.evicted_share and q.shape[1] > 1:
@@ -219,32 +209,35 @@ class PageSelectionConfig(CacheReading):
                 pages_kept = self._kept(
                     attention_received(*operands, self.size), token_mask, key_positions, axes
                 )
-                cache = cache._replace(is_kept=cache.is_kept.at[layer].set(pages_kept))
+                cache = cache._replace(is_kept=cache.is_kept.at[new.layer].set(pages_kept))
             return out, seen, cache
 
         region = placement.region(
             run,
-            in_axes=(heads, kv_heads, kv_heads, slots, (), rows, rows),
-            out_axes=(heads, dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)), slots),
+            in_axes=(new_axes, slots),
+            out_axes=(
+                new_axes.q,
+                dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)),
+                slots,
+            ),
         )
-        return region(q, k, v, cache, layer, positions, token_mask)
+        return region(new, cache)
 
     def _attend_to_pages(
         self,
-        q: Array,
+        new: NewTokens,
         cache: SummarizedCache,
-        layer: Array,
-        positions: Array,
         key_positions: Array,
         rules: AttentionRules,
         axes: tuple[str, ...],
     ) -> tuple[Array, Seen, SummarizedCache]:
         """Return the attention of one token a row to the pages that are chosen for it."""
         every = self.layers_per_choice
+        q, layer = new.q, new.layer
         choice = layer // jnp.int32(self.layers_per_choice)
 
         def choose() -> Array:
-            return self._chosen(q, cache, layer, positions, key_positions, rules, axes)
+            return self._chosen(new, cache, key_positions, rules, axes)
 
         if every == 1:
             chosen = choose()
@@ -266,7 +259,7 @@ class PageSelectionConfig(CacheReading):
         slots = key_positions.reshape(-1, self.size)[pages]  # B, M, number, size
         slots = jnp.where(is_read[..., None] > 0, slots, jnp.int32(_NEVER)).reshape(rows, -1)
         single_queries = q.reshape(rows, 1, num_heads // heads, width)
-        queries = HeldTokens(jnp.repeat(positions, heads, axis=0), None)
+        queries = HeldTokens(jnp.repeat(new.positions, heads, axis=0), None)
         out, seen = attend_and_merge(
             single_queries, keys, values, queries, HeldTokens(slots, None), rules, axes
         )
@@ -275,15 +268,14 @@ class PageSelectionConfig(CacheReading):
 
     def _chosen(
         self,
-        q: Array,
+        new: NewTokens,
         cache: SummarizedCache,
-        layer: Array,
-        positions: Array,
         key_positions: Array,
         rules: AttentionRules,
         axes: tuple[str, ...],
     ) -> Bool[Array, "B p M"]:
         """Return which pages of this device are among those that a token reads."""
+        q, layer, positions = new.q, new.layer, new.positions
         size = jnp.int32(self.size)
         heads = cache.k.shape[3]
         starts = key_positions[:: self.size][None, :]  # positions of the first slots

@@ -12,10 +12,10 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Final
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from sharding.constrain import Placement
-from sharding.sequence_parallel.cached import KVCache
+from sharding.sequence_parallel.cached import KVCache, NewTokens
 from sharding.sequence_parallel.local_attention import AttentionRules, Seen
 
 
@@ -97,28 +97,18 @@ class CacheReading(abc.ABC):
     @abc.abstractmethod
     def attend(
         self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B S M H"],
-        v: Float[Array, "B S M H"],
+        new: NewTokens,
         cache: Any,
-        layer: Int[Array, ""],
         *,
         placement: Placement,
-        positions: Int[Array, "B S"],
-        token_mask: Bool[Array, "B S"],
         rules: AttentionRules,
     ) -> tuple[Float[Array, "B S N H"], Seen, Any]:
         """Write new keys and values, and attend to what is read of the cache.
 
         Args:
-            q: Queries of the new tokens.
-            k: Keys of the new tokens.
-            v: Values of the new tokens.
+            new: Tokens to write and to attend with.
             cache: Cache with slots for all tokens to come, or pages of a server.
-            layer: Layer of the cache that is written and read.
             placement: Layout rules.
-            positions: Positions of the new tokens; a token's slot is its position.
-            token_mask: False for padding.
             rules: Mask and kernel.
 
         Returns:
@@ -158,21 +148,14 @@ class WholeCacheConfig(CacheReading):
 
     def attend(
         self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B S M H"],
-        v: Float[Array, "B S M H"],
+        new: NewTokens,
         cache: Any,
-        layer: Int[Array, ""],
         *,
         placement: Placement,
-        positions: Int[Array, "B S"],
-        token_mask: Bool[Array, "B S"],
         rules: AttentionRules,
     ) -> tuple[Float[Array, "B S N H"], Seen, Any]:
         """Write new keys and values and attend to all; see `KVCache.attend`."""
-        del token_mask
-        options = {"placement": placement, "positions": positions, "rules": rules}
-        return cache.attend(q, k, v, layer, **options)
+        return cache.attend(new._replace(token_mask=None), placement=placement, rules=rules)
 
 
 WHOLE_CACHE: Final = WholeCacheConfig()

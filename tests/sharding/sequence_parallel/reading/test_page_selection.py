@@ -20,6 +20,7 @@ from sharding.sequence_parallel import (
     AttentionRules,
     CacheFormat,
     KVCache,
+    NewTokens,
     PageSelectionConfig,
     WholeCacheConfig,
     as_cached,
@@ -71,8 +72,8 @@ def through_cache(
     place = Placement(DATA_PARALLEL)
 
     def attend(parts, cache, layer, positions, token_mask):
-        given = {"placement": place, "positions": positions, "token_mask": token_mask}
-        out, _, cache = reading.attend(*parts, cache, layer, rules=rules, **given)
+        tokens = NewTokens(*parts, layer, positions, token_mask)
+        out, _, cache = reading.attend(tokens, cache, placement=place, rules=rules)
         return place.place(out[:, -1], (None,) * 3), cache
 
     rows, found = np.arange(BATCH), []
