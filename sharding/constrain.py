@@ -177,8 +177,8 @@ class Placement:
                 mesh axes over which a sum over the batch needs a psum, and () where arrays are
                 whole. An output without batch axis must have been summed over `names`.
             in_axes: For each argument a tree of logical axes (tuples, as leaves) of the same
-                structure; an absent argument is an empty dict, never None. A weight may have
-                `Encoded` axes.
+                structure; None for an absent argument, which is None. A weight may have `Encoded`
+                axes.
             out_axes: The same for the result.
 
         Returns:

@@ -43,7 +43,7 @@ from sharding.expert_parallel.routes import TokenMoves
 class LocalInputs:
     """Arguments of the region beside the activations, or their logical axes.
 
-    An absent argument is an empty dict.
+    An absent argument is None, and so are its axes.
     """
 
     router: dict[str, Array]
@@ -117,7 +117,7 @@ class Computation:
             batch_axes: Mesh axes over which sequences are spread.
         """
         moe, layout, (batch, length, width) = self.moe, self.layout, x.shape
-        key = _given(local.key)
+        key = local.key
         sequence_axes = layout.sequence_axes
         tokens = x.reshape(batch * length, width)  # T, D
 
@@ -137,7 +137,7 @@ class Computation:
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
         moves = self._token_moves(local)
         dispatch = partial(self._dispatcher(), moves=moves)
-        outputs = _given(local.outputs)
+        outputs = local.outputs
         if outputs is None:
             y, dropped = dispatch(rows, computed, self._experts(), local.weights)
         else:
@@ -242,11 +242,6 @@ class Computation:
         }
 
 
-def _given(array: Any) -> Array | None:
-    """Return an optional argument of the region."""
-    return None if isinstance(array, dict) else array
-
-
 def _router_inputs(
     tokens: Float[Array, "T D"], local: Any, multiplier: float, extent: Extent
 ) -> RouterInputs:
@@ -265,7 +260,7 @@ def _router_inputs(
         replayed = jax.lax.dynamic_index_in_dim(experts, local.layer, axis=2, keepdims=False)
         replayed = replayed.reshape(tokens.shape[0], -1)
     context = {name: array.reshape(-1) for name, array in context.items()}
-    if not isinstance(local.layer, dict):
+    if local.layer is not None:
         context["layer"] = local.layer
     previous = local.carry.get("router_logits")
     return RouterInputs(

@@ -158,10 +158,10 @@ class MoE(nn.Module):
             token_mask=routing.token_mask,
             segment_ids=routing.segment_ids,
             context=routing.context,
-            key=_or_absent(routing.key),
-            layer=_or_absent(routing.layer),
+            key=routing.key,
+            layer=routing.layer,
             carry=carry,
-            outputs=_or_absent(routing.expert_outputs),
+            outputs=routing.expert_outputs,
         )
         axes = LocalInputs(
             router=_whole(params),
@@ -172,10 +172,10 @@ class MoE(nn.Module):
             token_mask=rows,
             segment_ids=rows,
             context=_of_rows(arguments.context, rows),
-            key={} if routing.key is None else (),
-            layer={} if routing.layer is None else (),
+            key=None if routing.key is None else (),
+            layer=None if routing.layer is None else (),
             carry=_of_rows(carry, rows),
-            outputs={} if routing.expert_outputs is None else (None, None),
+            outputs=None if routing.expert_outputs is None else (None, None),
         )
         return arguments, axes
 
@@ -213,8 +213,3 @@ def _of_rows(arrays: dict[str, Array], rows: tuple[str | None, ...]) -> dict[str
 def _whole(arrays: Any) -> Any:
     """Return axes that leave every array of a tree whole on each device."""
     return jax.tree.map(lambda array: (None,) * array.ndim, arrays)
-
-
-def _or_absent(array: Array | None) -> Any:
-    """Return the array, or the empty dict by which a region marks an absent argument."""
-    return {} if array is None else array
