@@ -49,7 +49,6 @@ from jaxmoe.run.provenance.tokens import check_model_tokens, model_data, with_mo
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.replicas import SynchronousConfig
 from jaxmoe.training.stopwatch import process_age
-from sharding.pipeline import InterleavedConfig
 
 _INITIAL = "--checkpoint.initial.path"
 STEPS = 200
@@ -106,7 +105,7 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         objective=NextTokenConfig() if objective.reads_answers else objective,
     )
     execution = dataclasses.replace(
-        saved.execution, mesh=ExecutionConfig().mesh, fold=None, pipeline=InterleavedConfig()
+        saved.execution, mesh=ExecutionConfig().mesh, fold=None, pipeline=None
     )
     return dataclasses.replace(
         saved,

@@ -88,8 +88,9 @@ class ExecutionConfig:
     """Form of attention over sequences whose positions are sharded."""
     tensor_products: TensorProductsConfig = WHOLE_PRODUCTS
     """Form of the products beside which mesh.tensor gathers and scatters activations."""
-    pipeline: PipelineOrder = InterleavedConfig()
-    """Order of the micro-batches on the stages of mesh.stage."""
+    pipeline: PipelineOrder | None = None
+    """Order of the micro-batches on the stages of mesh.stage; None for interleaved, one group of
+    layers a stage (1F1B)."""
     kernels: KernelsConfig | None = None
     """Implementations of single kernels; None takes the measured one of each."""
     precision: PrecisionPolicy = PrecisionPolicy()
@@ -179,6 +180,11 @@ class ExecutionConfig:
         if self.optimizer_memory == "files":
             return "files"
         return "parts" if self.updates_in_parts else "whole"
+
+    @property
+    def pipeline_order(self) -> PipelineOrder:
+        """Order of the micro-batches on the stages of mesh.stage."""
+        return self.pipeline or InterleavedConfig()
 
     @property
     def backward(self) -> Literal["micro_batches", "pipeline"]:

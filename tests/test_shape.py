@@ -23,7 +23,7 @@ ARROWS = 0
 VAGUE_BINDINGS = 0.003
 PARTICIPLES = 20
 REPEATED_CLASSES = 4
-FLAGS = 94
+FLAGS = 92
 """Flags of `experiments.pretrain` with its default recipe and no choice made."""
 
 

@@ -62,12 +62,16 @@ def _choices(execution: ExecutionConfig, defaults: ExecutionConfig) -> list[str]
             for word in (f"--execution.fold.{name}", str(size))
         ]
     arguments += [
-        f"execution.{field}:{getattr(execution, field).name}"
-        for field in ("dispatcher", "sequence_parallel", "pipeline")
-        if type(getattr(execution, field)) is not type(getattr(defaults, field))
+        f"execution.{field}:{member.name}"
+        for field, member, default in (
+            ("dispatcher", execution.dispatcher, defaults.dispatcher),
+            ("sequence_parallel", execution.sequence_parallel, defaults.sequence_parallel),
+            ("pipeline", execution.pipeline_order, defaults.pipeline_order),
+        )
+        if type(member) is not type(default)
     ]
-    if execution.pipeline.chunks != defaults.pipeline.chunks:
-        arguments += ["--execution.pipeline.chunks", str(execution.pipeline.chunks)]
+    if (chunks := execution.pipeline_order.chunks) != defaults.pipeline_order.chunks:
+        arguments += ["--execution.pipeline.chunks", str(chunks)]
     return arguments
 
 

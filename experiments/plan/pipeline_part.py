@@ -32,7 +32,7 @@ def pipeline_part(candidate: Candidate, chip: Chip) -> str:
     plan = candidate.plan
     rows = [("schedule", "idle", "inputs kept", "memory", "over stage", "step, seconds")]
     for schedule in compare_schedules(plan, chip):
-        mark = " (this plan)" if schedule.pipeline == plan.execution.pipeline else ""
+        mark = " (this plan)" if schedule.pipeline == plan.execution.pipeline_order else ""
         rows.append(
             (
                 f"  {schedule_in_words(schedule.pipeline)}{mark}",
@@ -47,10 +47,10 @@ def pipeline_part(candidate: Candidate, chip: Chip) -> str:
         f"{text_table(rows)}\nidle: share of a step in which a stage waits; inputs kept: most"
         " streams of a\nmicro-batch that wait on a stage for their backward pass"
     )
-    if plan.execution.pipeline.chunks == 1 and plan.paths is None:
+    if plan.execution.pipeline_order.chunks == 1 and plan.paths is None:
         times = stage_times(plan, chip)
         stages = plan.execution.mesh.stage
-        ticks = tick_seconds(plan.execution.pipeline, stages, plan.accumulation, times)
+        ticks = tick_seconds(plan.execution.pipeline_order, stages, plan.accumulation, times)
         critical = critical_seconds(stages, plan.accumulation, times)
         text += (
             f"\nlayers and sends     {ticks:.4g} s in ticks, {critical:.4g} s on the critical path"

@@ -49,7 +49,9 @@ def stage_times(plan: StepPlan, chip: Chip) -> StageTimes:
         chip: Properties of each device.
     """
     sizes = Sizes.of(plan)
-    pipeline_counts = counts(plan.execution.pipeline, plan.execution.mesh.stage, plan.accumulation)
+    pipeline_counts = counts(
+        plan.execution.pipeline_order, plan.execution.mesh.stage, plan.accumulation
+    )
     (sent,) = [traffic for traffic in step_traffic(plan) if traffic.reason == "activations"]
     rate = chip.flops * chip.efficiency * plan.mesh.size
     forward = backward = 0.0

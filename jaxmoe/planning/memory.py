@@ -261,7 +261,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     """Return the same of a pipeline, and its own fields."""
     plan = sizes.plan
     execution, parts = plan.execution, ModelParts.of(plan.model)
-    stages, chunks = execution.mesh.stage, execution.pipeline.chunks
+    stages, chunks = execution.mesh.stage, execution.pipeline_order.chunks
     number = stages * chunks
     group = [
         HeldStack(stack, stack.num_layers / number, 1 / chunks) for stack in parts.staged.stacks
@@ -275,7 +275,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
         width = jnp.dtype(execution.precision.parameter_dtype).itemsize
         values, size = (sizes.copy_values, sizes.itemsize) if is_whole else (sizes.local, width)
         copies += sum(map(values, staged)) * size
-    pipeline_counts = counts(execution.pipeline, stages, plan.accumulation, plan.paths)
+    pipeline_counts = counts(execution.pipeline_order, stages, plan.accumulation, plan.paths)
     slots = (
         pipeline_counts.inputs
         + pipeline_counts.gradients

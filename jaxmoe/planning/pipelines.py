@@ -153,7 +153,7 @@ def passes(
             are left out are computed and masked.
     """
     stages = execution.mesh.stage
-    pipeline = execution.pipeline
+    pipeline = execution.pipeline_order
     if stages == 1:
         once = float(accumulation * layers)
         return Passes(0.0, once, once)

@@ -54,7 +54,7 @@ class LayoutCost:
 
 def choices(plan: StepPlan) -> list[StepPlan]:
     """Return the plan with every schedule to compare that its layers and micro-batches allow."""
-    own = plan.execution.pipeline
+    own = plan.execution.pipeline_order
     orders: list[PipelineOrder] = [GPipeConfig()]
     orders += [
         InterleavedConfig(chunks=chunks, weight_gradients=when)
@@ -83,7 +83,7 @@ def compare_schedules(plan: StepPlan, chip: Chip) -> list[ScheduleCost]:
     """
     rows = []
     for order in choices(plan):
-        pipeline = order.execution.pipeline
+        pipeline = order.execution.pipeline_order
         stages = order.execution.mesh.stage
         bubble = idle_over_useful(pipeline, stages, order.accumulation, order.paths)
         rows.append(
@@ -134,7 +134,7 @@ def timetable(plan: StepPlan, width: int) -> str:
         plan: Step on a mesh with stages.
         width: Most characters of a line.
     """
-    pipeline = plan.execution.pipeline
+    pipeline = plan.execution.pipeline_order
     stages = plan.execution.mesh.stage
     if counts(pipeline, stages, plan.accumulation, plan.paths).ticks > MOST_TICKS:
         return ""

@@ -240,7 +240,7 @@ def _whole_matrices(sizes: Sizes) -> Iterator[Traffic]:
 def _stages(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     stages = sizes.mesh[ax.STAGE]
-    pipeline = plan.execution.pipeline
+    pipeline = plan.execution.pipeline_order
     if stages == 1:
         return
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize

@@ -193,7 +193,7 @@ def check_mesh(plan: RunPlan, execution: ExecutionConfig, *, trains: bool) -> No
     config = dataclasses.replace(config, execution=execution)  # checks the sizes of the mesh too
     names, counts = named_sizes(mesh_config, execution.mesh_fold)
     sizes = dict(zip(names, counts, strict=True))
-    has_pipeline = mesh_config.stage > 1 or execution.pipeline.chunks > 1
+    has_pipeline = mesh_config.stage > 1 or execution.pipeline_order.chunks > 1
     for _, rows in training.batch_sizes.stages:
         number = accumulation_of(rows, training.batch_size, training.accumulation)
         if has_pipeline:

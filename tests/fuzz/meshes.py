@@ -513,7 +513,7 @@ def describe(config: PretrainConfig) -> str:
         model.attention.name,
         f"layers={model.num_layers}",
         f"{sizes}" if execution.fold is None else f"{sizes} fold={execution.fold}",
-        f"{execution.pipeline} {execution.kernels}" if execution.mesh.stage > 1 else "",
+        f"{execution.pipeline_order} {execution.kernels}" if execution.mesh.stage > 1 else "",
         execution.rules,
         execution.dispatcher.name,
         execution.sequence_parallel.name,

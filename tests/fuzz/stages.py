@@ -38,7 +38,7 @@ def draw_stages(
     if not is_likely(rng, share):
         return config
     execution = _execution(rng, config.execution)
-    stages, chunks = execution.mesh.stage, execution.pipeline.chunks
+    stages, chunks = execution.mesh.stage, execution.pipeline_order.chunks
     parts = pick(rng, (1, 2, 3, 4, 4, 8))
     if chunks > 1 and is_likely(rng, 0.9):
         parts = stages * pick(rng, (1, 2))

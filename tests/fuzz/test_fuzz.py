@@ -59,7 +59,7 @@ def test_draws_with_stages_reach_every_choice():
             config = meshes.draw(np.random.default_rng((0, index)), staged=1.0)
             execution = config.execution
             assert execution.mesh.stage > 1
-            seen["pipeline"].add(execution.pipeline)
+            seen["pipeline"].add(execution.pipeline_order)
             seen["remat"].add(execution.remat)
             seen["rules"].add(execution.rules)
             seen["dispatcher"].add(execution.dispatcher)

@@ -25,6 +25,7 @@ from jaxmoe.routing import CapacityConfig
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.training.batch_ramp import BatchRampConfig
 from sharding import MoEMesh
+from sharding.pipeline import InterleavedConfig
 from tests.support.dotted import changed
 from tests.support.source_tree import ROOT
 
@@ -82,7 +83,10 @@ RING = {"execution.tensor_products": choice("tensor_products", "ring")()}
 WHOLE = {"execution.tensor_products": choice("tensor_products", "whole")()}
 
 EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
-    ({"execution.pipeline.chunks": 2, "execution.mesh.data": 8}, {"execution.pipeline.chunks": 1}),
+    (
+        {"execution.pipeline": InterleavedConfig(chunks=2), "execution.mesh.data": 8},
+        {"execution.pipeline": InterleavedConfig()},
+    ),
     (STAGES | {"model.adapter": choice("adapter", "lift")()}, ONE_STAGE),
     (STAGES | DETAILED, BRIEF),
     (
@@ -196,8 +200,12 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"execution.pipeline": choice("pipeline", "interleaved")()},
     ),
     (
-        SKIPPING | {"execution.mesh.stage": 4, "execution.pipeline.weight_gradients": "deferred"},
-        {"execution.pipeline.weight_gradients": "at_once"},
+        SKIPPING
+        | {
+            "execution.mesh.stage": 4,
+            "execution.pipeline": InterleavedConfig(weight_gradients="deferred"),
+        },
+        {"execution.pipeline": InterleavedConfig()},
     ),
     (
         SKIPPING

@@ -99,7 +99,7 @@ ROWS: Final = (
         that(
             "execution",
             "`gpipe` on stages",
-            lambda execution: execution.mesh.stage > 1 and execution.pipeline.name == "gpipe",
+            lambda execution: execution.mesh.stage > 1 and execution.pipeline_order.name == "gpipe",
             shown="execution.pipeline",
         ),
         "{second} has no timetable for training.skipping",
@@ -110,7 +110,7 @@ ROWS: Final = (
         that(
             "execution",
             "`deferred` on stages",
-            lambda execution: execution.mesh.stage > 1 and execution.pipeline.is_deferred,
+            lambda execution: execution.mesh.stage > 1 and execution.pipeline_order.is_deferred,
             shown="execution.pipeline.weight_gradients",
         ),
         "{second} is not available with training.skipping, whose timetable has idle ticks"

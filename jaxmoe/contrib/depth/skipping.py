@@ -115,7 +115,7 @@ class SkippingConfig(Skipping):
         if stages == 1 or paths is None:
             return 0.0
         tables = [
-            execution.pipeline.schedule(stages, accumulation, paths_tried)
+            execution.pipeline_order.schedule(stages, accumulation, paths_tried)
             for paths_tried in (paths, None)
         ]
         partial, full = (table.seconds() for table in tables)
@@ -176,7 +176,7 @@ class SkippingConfig(Skipping):
                 f" {scan.name}"
             )
         stages = execution.mesh.stage
-        chunks = execution.pipeline.chunks
+        chunks = execution.pipeline_order.chunks
         if stages > 1:
             if self.groups != stages * chunks:
                 raise ValueError(

@@ -60,7 +60,7 @@ def shallow_depth(model: ModelConfig, execution: ExecutionConfig) -> int | None:
     stages = execution.mesh.stage
     # Stages do not unroll.
     loop = execution.unroll_of(max(1, model.num_layers // period))
-    turn = period * (stages * execution.pipeline.chunks if stages > 1 else loop)
+    turn = period * (stages * execution.pipeline_order.chunks if stages > 1 else loop)
     outside = max(model.dense_layers, default=-1) + 1
     outside += (model.num_layers - outside) % turn
     turns = (model.num_layers - outside) // turn

@@ -59,7 +59,7 @@ def stages_of(plan: StepPlan, num_devices: int) -> list[int]:
         num_devices: Number of devices.
     """
     length = ModelParts.of(plan.model).staged.length
-    chunks = plan.execution.pipeline.chunks
+    chunks = plan.execution.pipeline_order.chunks
     return [n for n in divisors(num_devices) if n > 1 and length % (n * chunks) == 0]
 
 

@@ -50,8 +50,8 @@ class Space:
     """Layouts of the training state."""
     dispatchers: tuple[Dispatcher, ...] = ()
     """Dispatchers; those that do not spread experts are for meshes that do not either."""
-    pipelines: tuple[PipelineOrder, ...] = ()
-    """Schedules of meshes with stages."""
+    pipelines: tuple[PipelineOrder | None, ...] = ()
+    """Schedules of meshes with stages; None for the default one."""
     remats: tuple[Remat, ...] = ()
     """Remat choices of each kind of layer, the fastest first."""
     has_folds: bool = False
@@ -63,7 +63,7 @@ class Space:
 EVERYTHING = Space(
     rules=("fully_sharded", "zero2", "zero1", *_ACROSS_REPLICAS),
     dispatchers=(LocalConfig(), AllToAllConfig(), AllGatherConfig()),
-    pipelines=tuple(InterleavedConfig(chunks=chunks) for chunks in (1, 2, 4)),
+    pipelines=(None, *(InterleavedConfig(chunks=chunks) for chunks in (2, 4))),
     remats=("none", "dots", "full"),
     has_folds=True,
     has_micro_batches=True,
@@ -204,4 +204,4 @@ def _spreads(
 
 def fewest_micro_batches(execution: ExecutionConfig) -> int:
     """Return the number whose multiples a step may have as micro-batches."""
-    return execution.mesh.stage if execution.pipeline.chunks > 1 else 1
+    return execution.mesh.stage if execution.pipeline_order.chunks > 1 else 1

@@ -31,7 +31,7 @@ def plan_in_words(plan: StepPlan) -> str:
     if execution.dispatcher.spreads_experts:
         parts.append(execution.dispatcher.name)
     if execution.mesh.stage > 1:
-        parts.append(schedule_in_words(execution.pipeline))
+        parts.append(schedule_in_words(execution.pipeline_order))
     parts.append(f"remat {execution.remat}")
     if execution.remat_dense is not None:
         parts.append(f"{execution.remat_dense} in dense layers")

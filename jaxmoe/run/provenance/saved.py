@@ -50,7 +50,6 @@ from jaxmoe.run.config import (
 )
 from jaxmoe.run.directory import RunDirectory
 from sharding.mesh import MeshConfig
-from sharding.pipeline import InterleavedConfig
 from sharding.sequence_parallel import CacheFormat
 
 
@@ -226,9 +225,7 @@ def at_execution(
     execution = dataclasses.replace(config.execution, precision=precision)
     if mesh is not None:
         # A fold and a pipeline belong to the mesh of the training.
-        execution = dataclasses.replace(
-            execution, mesh=mesh, fold=None, pipeline=InterleavedConfig()
-        )
+        execution = dataclasses.replace(execution, mesh=mesh, fold=None, pipeline=None)
     return dataclasses.replace(config, execution=execution)
 
 

@@ -36,8 +36,8 @@ def pipeline_in_words(
         paths: Groups of layers that each micro-batch passes through; None for all in order.
     """
     stages = stages or execution.mesh.stage
-    chunks = execution.pipeline.chunks
-    schedule = execution.pipeline.schedule(stages, accumulation, paths and paths.groups_of)
+    chunks = execution.pipeline_order.chunks
+    schedule = execution.pipeline_order.schedule(stages, accumulation, paths and paths.groups_of)
     scan = ModelParts.of(model).staged
     num_outside = model.num_layers - scan.num_layers
     number = scan.num_layers // (stages * chunks)
@@ -50,10 +50,10 @@ def pipeline_in_words(
         if num_outside
         else ""
     )
-    deferred = " with deferred weight gradients" * execution.pipeline.is_deferred
+    deferred = " with deferred weight gradients" * execution.pipeline_order.is_deferred
     return (
-        f"{stages} with {layers} each{extra}; {execution.pipeline.name}{deferred}, {accumulation}"
-        f" micro-batches: {schedule.idle_share:.0%} of the time idle, at most"
+        f"{stages} with {layers} each{extra}; {execution.pipeline_order.name}{deferred},"
+        f" {accumulation} micro-batches: {schedule.idle_share:.0%} of the time idle, at most"
         f" {max(schedule.kept())} inputs kept"
     )
 
@@ -73,6 +73,6 @@ def pipeline_of_report(stages: int, config: Mapping[str, Any]) -> tuple[str, str
     if saved is not None:
         paths = from_json(Skipping, saved).gradients.paths(accumulation)
     sentence = pipeline_in_words(model, execution, accumulation, stages=stages, paths=paths)
-    schedule = execution.pipeline.schedule(stages, accumulation, paths and paths.groups_of)
+    schedule = execution.pipeline_order.schedule(stages, accumulation, paths and paths.groups_of)
     text = schedule.text() if len(schedule.ticks) <= _MOST_TICKS else ""
     return f"Stages: {sentence}.", text

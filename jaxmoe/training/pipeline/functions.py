@@ -252,7 +252,7 @@ class PipelinedModel:
 
 def staged_scan(model: ModelConfig, execution: ExecutionConfig) -> Scan:
     """Return the layers of one group of the staged scan."""
-    groups = execution.mesh.stage * execution.pipeline.chunks
+    groups = execution.mesh.stage * execution.pipeline_order.chunks
     return cut_scan(ModelParts.of(model).staged, groups)
 
 

@@ -57,7 +57,7 @@ def check_compiler(execution: ExecutionConfig) -> None:
         ValueError: Weight gradients are deferred, with remat, on TPUs, before jax 0.11.
     """
     remats = {execution.remat_of(is_routed) for is_routed in (True, False)}
-    if not execution.pipeline.is_deferred or remats == {"none"}:
+    if not execution.pipeline_order.is_deferred or remats == {"none"}:
         return
     if platform() == "tpu" and jax.__version_info__ < (0, 11):
         raise ValueError(
@@ -243,7 +243,7 @@ def _execute(
     """Execute the pipeline; parameters are cut into chunks outside of the region."""
     check_call(model, rows.about.context["tokens"][0], execution)
     stages = execution.mesh.stage
-    pipeline = execution.pipeline
+    pipeline = execution.pipeline_order
     if has_backward:
         schedule = pipeline.schedule(stages, micro_batches, paths)
     else:
@@ -326,7 +326,7 @@ def _out_specs(
 def _in_chunks(params: Any, model: ModelConfig, execution: ExecutionConfig) -> Any:
     """Return parameters whose staged scan is [chunks, layers of a chunk on all stages ...]."""
     name = ModelParts.of(model).staged.name
-    chunks = execution.pipeline.chunks
+    chunks = execution.pipeline_order.chunks
 
     def cut(x: Array) -> Array:
         spec = (None, *jax.typeof(x).sharding.spec)

@@ -150,7 +150,7 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
     """
     combinations.check(model=model, execution=execution)
     stages = execution.mesh.stage
-    pipeline = execution.pipeline
+    pipeline = execution.pipeline_order
     if stages == 1:
         return
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)

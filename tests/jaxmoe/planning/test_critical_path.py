@@ -110,7 +110,7 @@ def test_times_of_a_stage_are_those_of_the_predicted_step(remat):
     plan = plan_of(model, MeshConfig(stage=4, data=2), batch_size=64, length=64, remat=remat)
     plan, chip = dataclasses.replace(plan, accumulation=8), CHIPS["v5e"]
     times = stage_times(plan, chip)
-    ticks = tick_seconds(plan.execution.pipeline, 4, 8, dataclasses.replace(times, send=0.0))
+    ticks = tick_seconds(plan.execution.pipeline_order, 4, 8, dataclasses.replace(times, send=0.0))
     (stack,) = model.stacks
     outside = flops_per_token(model, plan.table, plan.sequence_length) - stack_flops(plan, stack)
     layers = executed_flops(Sizes.of(plan)) - outside * plan.tokens
