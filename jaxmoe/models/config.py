@@ -105,8 +105,8 @@ class ModelConfig:
         """Refuse layers that cannot stand in one model."""
         if len(self.layers) > self.num_layers:
             raise ValueError(
-                f"model.layers names {len(self.layers)} layers and model.num_layers is"
-                f" {self.num_layers}: raise num_layers, or shorten the period"
+                f"model.layers names {len(self.layers)} layers, which must be at most"
+                f" model.num_layers={self.num_layers}: raise num_layers, or shorten the period"
             )
         for index, layer in enumerate(self.layers):
             path = f"model.layers.{index}"

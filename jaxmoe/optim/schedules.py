@@ -47,8 +47,8 @@ class ScheduleBase:
         """Return the factor by step for a run of `steps` steps."""
         if self.warmup_steps >= steps:
             raise ValueError(
-                f"schedule.warmup_steps={self.warmup_steps} must be below the number of steps"
-                f" ({steps}): shorten the warm-up, or train longer (training.steps)"
+                f"schedule.warmup_steps={self.warmup_steps} must be at most {steps - 1}, below the"
+                f" number of steps ({steps}): shorten the warm-up, or train longer (training.steps)"
             )
         first = self.first_fall(steps)
 
@@ -144,8 +144,8 @@ class WarmupStableDecayConfig(ScheduleBase):
         first = steps - round(self.decay_fraction * steps)
         if first < self.warmup_steps:
             raise ValueError(
-                f"schedule.decay_fraction={self.decay_fraction} of {steps} steps begins at step"
-                f" {first}, before schedule.warmup_steps={self.warmup_steps} have passed:"
+                f"schedule.warmup_steps={self.warmup_steps} must be at most {first}, the step at"
+                f" which schedule.decay_fraction={self.decay_fraction} of {steps} steps begins:"
                 f" set schedule.warmup_steps to {first} or less, or lower schedule.decay_fraction"
             )
         return first

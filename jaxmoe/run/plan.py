@@ -264,9 +264,9 @@ def _check_ramp(training: TrainingConfig, batch_shards: int) -> None:
         if rows % (batch_shards * accumulation):
             raise ValueError(
                 f"training.batch_ramp has batches of {rows} sequences (of training.batch_size="
-                f"{training.batch_size}) in {accumulation} micro-batches, which the {batch_shards}"
-                " devices that share a batch must divide: choose fewer training.batch_ramp.stages"
-                " or a larger batch"
+                f"{training.batch_size}) in {accumulation} micro-batches, whose sequences must be"
+                f" divisible by the {batch_shards} devices that share a batch: choose fewer"
+                " training.batch_ramp.stages or a larger batch"
             )
 
 

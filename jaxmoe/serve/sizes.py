@@ -109,8 +109,8 @@ class EngineSizesConfig:
         pages = self.pages or max(each, self.max_sequences * each // 2)
         if pages < each:
             raise ValueError(
-                f"engine.pages={pages} x engine.page_size={self.page_size} hold no request of"
-                f" {most} tokens: set engine.pages to at least {each}, or a shorter"
+                f"engine.pages={pages} must be at least {each}, to hold a request of {most} tokens"
+                f" with engine.page_size={self.page_size}: set it so, or a shorter"
                 " engine.max_length"
             )
         return ExecutorConfig(

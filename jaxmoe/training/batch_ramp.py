@@ -72,8 +72,8 @@ class BatchRampConfig:
         if length < 1:
             raise ValueError(
                 f"training.batch_ramp.fraction={self.fraction} of training.steps={steps} is"
-                f" {round(self.fraction * steps)} steps, too few for {self.stages} stages: choose a"
-                " larger fraction or fewer stages"
+                f" {round(self.fraction * steps)} steps, and must be at least {self.stages}, one"
+                " for each of its stages: choose a larger fraction or fewer stages"
             )
         small = [(i * length, batch_size >> (self.stages - i)) for i in range(self.stages)]
         return BatchSizes((*small, (self.stages * length, batch_size)))

@@ -61,19 +61,21 @@ class UlyssesConfig(SequenceForm):
         if sizes.ranks not in possible:
             separator = " or " if len(possible) < 3 else ", "
             raise ValueError(
-                f"execution.sequence_parallel 'ulysses' exchanges heads over mesh.seq={sizes.ranks}"
-                f", and a device has {sizes.local_heads} query and {sizes.local_kv_heads} key heads"
+                f"execution.sequence_parallel 'ulysses' exchanges heads, and the"
+                f" {sizes.local_heads} query and {sizes.local_kv_heads} key heads of a device"
                 f" (attention.num_heads={sizes.num_heads}, attention.num_kv_heads="
-                f"{sizes.num_kv_heads}, mesh.tensor={sizes.tensor}): set mesh.seq to"
+                f"{sizes.num_kv_heads}, mesh.tensor={sizes.tensor}) must be divisible by"
+                f" mesh.seq={sizes.ranks}: set mesh.seq to"
                 f" {separator.join(map(str, possible))}, or execution.sequence_parallel to ring or"
                 " all_gather"
             )
         heads = sizes.local_kv_heads // sizes.ranks
         if heads % self.num_chunks:
             raise ValueError(
-                f"execution.sequence_parallel.num_chunks={self.num_chunks} must divide the {heads}"
-                f" key heads that a device has after the exchange (attention.num_kv_heads="
-                f"{sizes.num_kv_heads}, mesh.tensor={sizes.tensor}, mesh.seq={sizes.ranks})"
+                f"the {heads} key heads that a device has after the exchange"
+                f" (attention.num_kv_heads={sizes.num_kv_heads}, mesh.tensor={sizes.tensor},"
+                f" mesh.seq={sizes.ranks}) must be divisible by"
+                f" execution.sequence_parallel.num_chunks={self.num_chunks}"
             )
 
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:

@@ -108,9 +108,9 @@ class UlyssesRingConfig(SequenceForm):
             counts = " or ".join(map(str, possible))
             ways = f"sequence_parallel.ulysses and fold.seq_inner to {counts}, or {ways}"
         raise ValueError(
-            f"execution.sequence_parallel.ulysses={self.ulysses} must divide mesh.seq={sizes.ranks}"
-            f", and the {sizes.local_heads} query and {sizes.local_kv_heads} key heads of a device:"
-            f" set {ways}"
+            f"mesh.seq={sizes.ranks}, and the {sizes.local_heads} query and"
+            f" {sizes.local_kv_heads} key heads of a device, must be divisible by"
+            f" execution.sequence_parallel.ulysses={self.ulysses}: set {ways}"
         )
 
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:

@@ -71,11 +71,12 @@ class AdaLoraConfig(MatrixFactorsConfig):
         MatrixFactorsConfig.__post_init__(self)
         if not 0 < self.target_rank <= self.rank:
             raise ValueError(
-                f"adapter.target_rank={self.target_rank} must be from 1 to adapter.rank={self.rank}"
+                f"adapter.target_rank={self.target_rank} must be at least 1 and at most"
+                f" adapter.rank={self.rank}"
             )
         if not 0 <= self.initial < self.final:
             raise ValueError(
-                f"adapter.initial={self.initial} must be 0 or more and below"
+                f"adapter.initial={self.initial} must be at least 0 and below"
                 f" adapter.final={self.final}"
             )
         if self.interval < 1:

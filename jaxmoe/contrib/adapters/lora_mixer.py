@@ -64,7 +64,8 @@ class LoraMixerConfig(MixedAdapter):
         """Raise a ValueError for invalid values."""
         if not 1 <= self.top_k <= self.members:
             raise ValueError(
-                f"adapter.top_k={self.top_k} must be from 1 to adapter.members={self.members}"
+                f"adapter.top_k={self.top_k} must be at least 1 and at most"
+                f" adapter.members={self.members}"
             )
         for field in ("balance", "entropy", "anchor"):
             if not 0.0 <= (value := getattr(self, field)) < math.inf:

@@ -70,11 +70,12 @@ class MixtureOfShardsConfig(FactorsConfig):
         least = self.private
         if not 1 <= rank <= self.rank:
             raise ValueError(
-                f"adapter.equivalent_rank={rank} must be from 1 to adapter.rank={self.rank}"
+                f"adapter.equivalent_rank={rank} must be at least 1 and at most"
+                f" adapter.rank={self.rank}"
             )
         if not 0 <= least <= rank or least == rank < self.rank:
             raise ValueError(
-                f"adapter.private={least} must be 0 or more and below adapter.equivalent_rank="
+                f"adapter.private={least} must be at least 0 and below adapter.equivalent_rank="
                 f"{rank}, so that shards are left to share; all three ranks may be equal"
             )
         self.targets.check_in_layers(self.name)

@@ -81,7 +81,7 @@ class MultiHeadRoutingConfig(MixedAdapter):
                 raise ValueError(f"adapter.{field}={getattr(self, field)} must be at least 1")
         if not 0 <= self.task < self.tasks:
             raise ValueError(
-                f"adapter.task={self.task} must be from 0 to {self.tasks - 1}"
+                f"adapter.task={self.task} must be at least 0 and at most {self.tasks - 1}"
                 f" (adapter.tasks={self.tasks})"
             )
         if not 0.0 < self.logits_learning_rate < math.inf:

@@ -75,7 +75,8 @@ class RemixConfig(MixedAdapter):
         """Raise a ValueError for invalid values."""
         if not 1 <= self.top_k <= self.members:
             raise ValueError(
-                f"adapter.top_k={self.top_k} must be from 1 to adapter.members={self.members}"
+                f"adapter.top_k={self.top_k} must be at least 1 and at most"
+                f" adapter.members={self.members}"
             )
         if self.draws < 2:
             raise ValueError(

@@ -76,8 +76,9 @@ class SwitchLoraConfig(MatrixFactorsConfig):
             raise ValueError(f"adapter.candidates={number} must be at least the rank, {least}")
         if not 0 <= self.rate <= 1:
             raise ValueError(f"adapter.rate={self.rate} must lie between 0 and 1")
-        if self.steps < 1 or self.pause < 0:
-            raise ValueError(f"adapter.steps={self.steps} and adapter.pause={self.pause} are steps")
+        for field, least in (("steps", 1), ("pause", 0)):
+            if (steps := getattr(self, field)) < least:
+                raise ValueError(f"adapter.{field}={steps} must be at least {least}")
 
     def note_on(self, steps: int) -> str | None:
         """Say where swaps become rare as in a run of other steps; see the base class."""

@@ -63,7 +63,7 @@ class TaskLoraConfig(MixedAdapter):
         """Raise a ValueError for invalid values."""
         if not -1 <= self.task < self.members:
             raise ValueError(
-                f"adapter.task={self.task} must be from 0 to {self.members - 1}"
+                f"adapter.task={self.task} must be at least 0 and at most {self.members - 1}"
                 f" (adapter.members={self.members}), or -1 for no addition"
             )
 

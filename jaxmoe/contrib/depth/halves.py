@@ -178,9 +178,9 @@ def check_halves(
     tokens = number // shards * length // devices(ax.ACT_SEQ_INNER)
     if tokens < LEAST_TOKENS:
         raise ValueError(
-            f"execution.halves=2 needs {LEAST_TOKENS} tokens on each device, and a micro-batch has"
-            f" {tokens}: raise training.batch_size or training.sequence_length, lower"
-            " training.accumulation, or set execution.halves to 1"
+            f"the {tokens} tokens of a micro-batch on each device must be at least"
+            f" {LEAST_TOKENS} with execution.halves=2: raise training.batch_size or"
+            " training.sequence_length, lower training.accumulation, or set execution.halves to 1"
         )
     for feed_forward in context.feed_forwards:
         if feed_forward.is_routed and (comparison := _comparison(cast(MoEConfig, feed_forward))):

@@ -73,10 +73,11 @@ class LoopConfig(LayerLoop):
     """Hyper-connection around the turns; None passes the stream from turn to turn."""
 
     def __post_init__(self):
-        if self.first < 0 or (self.last is not None and self.last < self.first):
+        if self.first < 0:
+            raise ValueError(f"model.loop.first={self.first} must be at least 0")
+        if self.last is not None and self.last < self.first:
             raise ValueError(
-                f"model.loop.first={self.first} and model.loop.last={self.last} must name layers"
-                " from 0 on, the first not after the last"
+                f"model.loop.last={self.last} must be at least model.loop.first={self.first}"
             )
         if self.times < 1:
             raise ValueError(f"model.loop.times={self.times} must be at least 1")
@@ -92,12 +93,13 @@ class LoopConfig(LayerLoop):
 
     def check(self, num_layers: int, arrays: int) -> None:
         """Refuse layers that do not exist, and a connection around several arrays."""
-        layers = self.layers(num_layers)
-        if not layers or layers[-1] >= num_layers:
-            raise ValueError(
-                f"model.loop.first={self.first} and model.loop.last={self.last}: layers are"
-                f" numbered 0 to {num_layers - 1}"
-            )
+        for field in ("first", "last"):
+            number = getattr(self, field)
+            if number is not None and number >= num_layers:
+                raise ValueError(
+                    f"model.loop.{field}={number} must be at most {num_layers - 1}, the number of"
+                    " the last layer"
+                )
         if self.connection is not None and arrays > 1:
             raise ValueError(
                 f"model.loop.connection has streams of its own, and model.residual passes {arrays}"

@@ -53,14 +53,15 @@ def choose_paths(
     """
     if order == "swapped_ends" and groups < 4:
         raise ValueError(
-            f"training.skipping.order=swapped_ends exchanges the first two groups and the last two,"
-            f" and training.skipping.groups={groups}: set it to 4 or more"
+            f"training.skipping.groups={groups} must be at least 4 with"
+            " training.skipping.order=swapped_ends, which exchanges the first two groups and the"
+            " last two"
         )
     unknown = sorted(group for group in set(never) if not 0 <= group < groups)
     if unknown:
         raise ValueError(
-            f"training.skipping.never={tuple(never)} has the group {unknown[0]}, and"
-            f" training.skipping.groups={groups} are numbered 0 to {groups - 1}"
+            f"training.skipping.never={tuple(never)} has the group {unknown[0]}, and numbers of"
+            f" training.skipping.groups={groups} must be at least 0 and at most {groups - 1}"
         )
     left_out = round(ratio * groups)
     free = [group for group in range(groups) if group not in never]

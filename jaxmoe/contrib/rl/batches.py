@@ -86,8 +86,8 @@ def batch_of(
         end = len(row_tokens) - 1
         if end > length:
             raise ValueError(
-                f"training.sequence_length={length} is shorter than a prompt with its answer, of"
-                f" {len(row_tokens)} tokens: set it to at least {end}, or lower rl.max_tokens"
+                f"training.sequence_length={length} must be at least {end}, for a prompt with its"
+                f" answer of {len(row_tokens)} tokens: set it so, or lower rl.max_tokens"
             )
         tokens[row, :end], targets[row, :end], segments[row, :end] = (
             row_tokens[:-1],

@@ -74,7 +74,7 @@ class RolloutsConfig(FeedConfig):
                 raise ValueError(f"rl.{field}={value} must be at least {least}")
         if self.prompts % self.minibatches:
             raise ValueError(
-                f"rl.minibatches={self.minibatches} must divide rl.prompts={self.prompts}"
+                f"rl.prompts={self.prompts} must be divisible by rl.minibatches={self.minibatches}"
             )
         if self.staleness < 0:
             raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")

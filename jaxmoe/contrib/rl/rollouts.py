@@ -163,9 +163,9 @@ class Rollouts:
         prompts = encode_prompts(self._codec, texts)
         if (longest := max(map(len, prompts))) > self._longest_prompt:
             raise ValueError(
-                f"training.sequence_length={self._length} leaves {self._longest_prompt} tokens for"
-                f" a prompt beside rl.max_tokens={config.max_tokens}, and one has {longest}: set"
-                f" it to at least {longest + config.max_tokens - 1}"
+                f"training.sequence_length={self._length} must be at least"
+                f" {longest + config.max_tokens - 1}: it leaves {self._longest_prompt} tokens for a"
+                f" prompt beside rl.max_tokens={config.max_tokens}, and one has {longest}"
             )
         streams = []
         with engine.held():

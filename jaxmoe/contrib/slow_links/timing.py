@@ -40,8 +40,8 @@ class ExchangeTiming:
             )
         if not 0 <= self.delay <= self.every:
             raise ValueError(
-                f"replicas.delay={self.delay} must be from 0 to replicas.every={self.every}: one"
-                " message of a fragment is under way at a time"
+                f"replicas.delay={self.delay} must be at least 0 and at most"
+                f" replicas.every={self.every}: one message of a fragment is under way at a time"
             )
         if not 0.0 <= self.keep <= 1.0:
             raise ValueError(f"replicas.keep={self.keep} must lie in [0, 1]")

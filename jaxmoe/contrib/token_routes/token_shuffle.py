@@ -136,10 +136,10 @@ def check_moved(num_tokens: int, num_devices: int, *, is_token_major: bool) -> N
         )
     if num_tokens % num_devices:
         raise ValueError(
-            f"token shuffling: {num_tokens} tokens of a device cannot be shared equally by"
-            f" {num_devices} devices of the expert axes: change training.batch_size,"
-            f" training.sequence_length or training.accumulation so that {num_devices} divides"
-            " them, or leave execution.dispatcher.token_tables out"
+            f"token shuffling: the {num_tokens} tokens of a device must be divisible by the"
+            f" {num_devices} devices of the expert axes, which share them equally: change"
+            " training.batch_size, training.sequence_length or training.accumulation, or leave"
+            " execution.dispatcher.token_tables out"
         )
 
 

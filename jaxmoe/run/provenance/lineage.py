@@ -180,9 +180,9 @@ def check_config(
     step = _newest_step(directory)
     if config.training.steps < step:
         raise ValueError(
-            f"training.steps={config.training.steps} is below step {step}, which the run has done:"
-            f" branch from an earlier checkpoint with python -m experiments.pretrain branch"
-            f" {directory.path} --checkpoint.initial.step STEP --run.name NAME"
+            f"training.steps={config.training.steps} must be at least {step}, the step that the run"
+            " has done: branch from an earlier checkpoint with python -m experiments.pretrain"
+            f" branch {directory.path} --checkpoint.initial.step STEP --run.name NAME"
         )
 
     def record() -> None:

@@ -139,9 +139,9 @@ def branched_state(
     check_branch(manifest.config, dataclasses.replace(plan.config, model=plan.model))
     if manifest.step >= training.steps:
         raise ValueError(
-            f"checkpoint.initial.path={config.initial_path} has done step {manifest.step} of"
-            f" training.steps={training.steps}: give more steps, or an earlier"
-            " checkpoint.initial.step"
+            f"training.steps={training.steps} must be at least {manifest.step + 1}, for"
+            f" checkpoint.initial.path={config.initial_path} has done step {manifest.step}: give more steps,"
+            " or an earlier checkpoint.initial.step"
         )
     check(manifest)
     manager = CheckpointManager(directory, is_writer=False, verify=config.safeguards.verify)

@@ -61,9 +61,10 @@ def check_compiler(execution: ExecutionConfig) -> None:
         return
     if platform() == "tpu" and jax.__version_info__ < (0, 11):
         raise ValueError(
-            "execution.pipeline.weight_gradients=deferred with"
-            f" execution.remat={execution.remat} on TPUs needs jax 0.11 or newer, this is"
-            f" {jax.__version__}: install it, or set execution.remat to none"
+            f"jax {jax.__version__} must be at least 0.11 for"
+            " execution.pipeline.weight_gradients=deferred with"
+            f" execution.remat={execution.remat} on TPUs: install it, or set execution.remat to"
+            " none"
         )
 
 

@@ -175,9 +175,9 @@ def cut_scan(scan: Scan, groups: int) -> Scan:
     if scan.length % groups:
         kind = "periods of layers" if scan.is_cycle else "equal layers"
         raise ValueError(
-            f"the {scan.length} {kind} of {scan.name} cannot be cut into"
-            f" execution.mesh.stage x execution.pipeline.chunks = {groups} equal groups: choose a"
-            f" product that divides {scan.length}"
+            f"the {scan.length} {kind} of {scan.name} must be divisible by execution.mesh.stage x"
+            f" execution.pipeline.chunks = {groups}, the number of equal groups: choose a product"
+            f" that divides {scan.length}"
         )
     length = scan.length // groups
     stacks = tuple(

@@ -40,12 +40,12 @@ class PDServeConfig(DispatchConfig):
     """Measured seconds of work on answers."""
 
     def __post_init__(self) -> None:
-        if not (self.prefill_seconds > 0 and self.decode_seconds > 0):
-            raise ValueError(
-                f"dispatch.prefill_seconds={self.prefill_seconds} and"
-                f" dispatch.decode_seconds={self.decode_seconds} must be positive: give times"
-                " that a run has measured, or the same number for both"
-            )
+        for field in ("prefill_seconds", "decode_seconds"):
+            if not (seconds := getattr(self, field)) > 0:
+                raise ValueError(
+                    f"dispatch.{field}={seconds} must be positive: give times that a run has"
+                    " measured, or the same number for prefill and decode"
+                )
 
     def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""

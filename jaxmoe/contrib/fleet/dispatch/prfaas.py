@@ -42,11 +42,9 @@ class PrfaasConfig(DispatchConfig):
     """Seconds until the first byte arrives."""
 
     def __post_init__(self) -> None:
-        if self.remote < 0 or not self.latency >= 0:
-            raise ValueError(
-                f"dispatch.remote={self.remote} and dispatch.latency={self.latency} must be 0 or"
-                " more"
-            )
+        for field in ("remote", "latency"):
+            if not (number := getattr(self, field)) >= 0:
+                raise ValueError(f"dispatch.{field}={number} must be at least 0")
 
     def build(self) -> RequestDispatcher:
         """Return the policy for one fleet."""

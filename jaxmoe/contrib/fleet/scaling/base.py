@@ -162,15 +162,11 @@ class RateScalingConfig(ScalingConfig):
     """Mean seconds per further token that they are promised."""
 
     def __post_init__(self) -> None:
-        if not self.interval > 0 or not 0 < self.utilization <= 1:
-            raise ValueError(
-                f"scaling.interval={self.interval} must be positive and"
-                f" scaling.utilization={self.utilization} in (0, 1]"
-            )
-        if not (self.ttft > 0 and self.tpot > 0):
-            raise ValueError(
-                f"scaling.ttft={self.ttft} and scaling.tpot={self.tpot} must be positive seconds"
-            )
+        for field in ("interval", "ttft", "tpot"):
+            if not (seconds := getattr(self, field)) > 0:
+                raise ValueError(f"scaling.{field}={seconds} must be positive seconds")
+        if not 0 < self.utilization <= 1:
+            raise ValueError(f"scaling.utilization={self.utilization} must lie in (0, 1]")
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -41,15 +41,15 @@ class PolcaConfig(ScalingConfig):
 
     def __post_init__(self) -> None:
         low, high = self.thresholds
-        if not (self.budget > 0 and self.interval > 0 and 0 < low < high < 1):
-            raise ValueError(
-                f"scaling.budget={self.budget} and scaling.interval={self.interval} must be"
-                f" positive, scaling.thresholds={self.thresholds} rise within (0, 1)"
-            )
+        for field in ("budget", "interval"):
+            if not (number := getattr(self, field)) > 0:
+                raise ValueError(f"scaling.{field}={number} must be positive")
+        if not 0 < low < high < 1:
+            raise ValueError(f"scaling.thresholds={self.thresholds} must rise within (0, 1)")
         if not 0 <= self.hysteresis < low:
             raise ValueError(
-                f"scaling.hysteresis={self.hysteresis} must lie in [0, {low}), below the first of"
-                " scaling.thresholds"
+                f"scaling.hysteresis={self.hysteresis} must be at least 0 and below {low}, the"
+                " first of scaling.thresholds"
             )
         if not all(0 < clock <= 1 for clock in self.clocks):
             raise ValueError(f"scaling.clocks={self.clocks} must lie in (0, 1]")

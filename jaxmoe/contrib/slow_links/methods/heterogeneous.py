@@ -42,7 +42,8 @@ class HeterogeneousConfig(SparseConfig):
         SparseConfig.__post_init__(self)
         if not 1 <= self.slow_kept <= self.kept:
             raise ValueError(
-                f"replicas.slow_kept={self.slow_kept} must be from 1 to replicas.kept={self.kept}"
+                f"replicas.slow_kept={self.slow_kept} must be at least 1 and at most"
+                f" replicas.kept={self.kept}"
             )
         if len(set(self.slow)) < len(self.slow):
             raise ValueError(f"replicas.slow={self.slow} has a worker twice")

@@ -39,8 +39,9 @@ def workers_of(config: WorkersBase, execution: ExecutionConfig, site: int | None
         )
     if number < 2 and site is None:
         raise ValueError(
-            f"replicas {config.name!r} needs at least 2 workers, there is {number}: set"
-            " execution.mesh.replica, or replicas.workers to train several on the same devices"
+            f"the number of workers of replicas {config.name!r} must be at least 2, and is"
+            f" {number}: set execution.mesh.replica, or replicas.workers to train several on the"
+            " same devices"
         )
     combinations.check(replicas=config, execution=execution)
     return Workers(number, places > 1)
