@@ -23,152 +23,25 @@ import functools
 import itertools
 import pkgutil
 import types
-from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from jaxmoe.catalog.combinations import ADDRESSES
+from jaxmoe.choices import (
+    Choice,
+    above,
+    differs,
+    equals,
+    is_set,
+    member,
+    that,
+    trait,
+    unset,
+    values_at,
+)
 
 
 class CombinationError(ValueError):
     """A config makes both choices of a row."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """A choice that a config may make.
-
-    Attributes:
-        path: Dotted path of the value, from the config of a run. Where it passes through a tuple,
-            one item is enough.
-        words: What the value is, for the page of combinations: `2`, `above 1`.
-        test: Whether a value is this choice.
-        shown: Path in messages, where it is another: a field below the path, or another name of the
-            value.
-        needs: First names of the fields that the test of a whole config reads, whose path is empty.
-    """
-
-    path: str
-    words: str
-    test: Callable[[Any], bool]
-    shown: str = ""
-    needs: tuple[str, ...] = ()
-
-    def is_made(self, values: Mapping[str, tuple[Any, ...]]) -> bool:
-        """Whether a config with these values by dotted path makes this choice."""
-        return any(map(self.test, values[self.path]))
-
-    def spelling(self, config: Any) -> str | None:
-        """Return path and value in a config, None where it does not make this choice.
-
-        Args:
-            config: Config of a run, or a namespace with some of its fields.
-        """
-        for value in values_at(config, self.path):
-            if self.test(value):
-                if self.shown.startswith(self.path):
-                    value = next(iter(values_at(config, self.shown)), value)
-                return spell_choice(self.shown or self.path, value)
-        return None
-
-    @property
-    def text(self) -> str:
-        """Path and words, for the page."""
-        return f"`{self.shown or self.path}` {self.words}"
-
-
-def values_at(config: Any, path: str) -> tuple[Any, ...]:
-    """Return the values at a dotted path: None where the path ends early, each item of a tuple.
-
-    Args:
-        config: A config, or a namespace of configs.
-        path: Names of fields; empty for the config itself, `*` at the end for the items of a tuple.
-    """
-    value = config
-    for name, below in _names(path):
-        value = getattr(value, name, None)
-        if below and isinstance(value, tuple):
-            return tuple(item for inner in value for item in values_at(inner, below))
-    return (value,)
-
-
-@functools.cache
-def _names(path: str) -> tuple[tuple[str, str], ...]:
-    """Return the names of a path, each with the path below it."""
-    name, _, below = path.partition(".")
-    return () if name in ("", "*") else ((name, below), *_names(below))
-
-
-def spell_choice(path: str, value: Any) -> str:
-    """Return a choice as a user types it: `path:name` of a member, `path=value` of a number."""
-    name = getattr(value, "name", None)
-    return f"{path}:{name}" if isinstance(name, str) else f"{path}={value}"
-
-
-def equals(path: str, *values: Any) -> Choice:
-    """Return the choice of one of some values."""
-    return Choice(path, " or ".join(map(str, values)), lambda value: value in values)
-
-
-def differs(path: str, *values: Any) -> Choice:
-    """Return the choice of a value that is none of some; None is no choice."""
-    words = f"other than {' or '.join(map(str, values))}" if values else "set"
-    return Choice(path, words, lambda value: value is not None and value not in values)
-
-
-def above(path: str, limit: int) -> Choice:
-    """Return the choice of a number above another."""
-    return Choice(path, f"above {limit}", lambda value: value is not None and value > limit)
-
-
-def is_set(path: str) -> Choice:
-    """Return the choice of any value but None, 0, False and what is empty."""
-    return Choice(path, "set", bool)
-
-
-def unset(path: str) -> Choice:
-    """Return the choice of None, 0, False or what is empty."""
-    return Choice(path, "not set", lambda value: not value)
-
-
-def member(path: str, *names: str, shown: str = "") -> Choice:
-    """Return the choice of one of some members of a kind, by name."""
-    words = " or ".join(f"`{name}`" for name in names)
-    return Choice(path, words, lambda value: getattr(value, "name", None) in names, shown)
-
-
-def no_member(path: str, *names: str) -> Choice:
-    """Return the choice of a member that is none of some; None is no choice."""
-    words = f"other than {' or '.join(f'`{name}`' for name in names)}"
-    return Choice(path, words, lambda value: value is not None and value.name not in names)
-
-
-def trait(path: str, attribute: str, words: str, *, value: bool = True, shown: str = "") -> Choice:
-    """Return the choice of a member with an attribute that is true, or false."""
-    return Choice(
-        path,
-        words,
-        lambda member: member is not None and bool(getattr(member, attribute)) == value,
-        shown,
-    )
-
-
-def that(
-    path: str,
-    words: str,
-    test: Callable[[Any], bool],
-    shown: str = "",
-    needs: tuple[str, ...] = (),
-) -> Choice:
-    """Return the choice of a member that passes a test; None is no choice.
-
-    Args:
-        path: Dotted path of the member; empty for the whole config.
-        words: What such a member is: `with pages`.
-        test: Test of a member.
-        shown: Path of the value in messages, where it is another.
-        needs: First names of the fields that the test of a whole config reads.
-    """
-    return Choice(path, words, lambda value: value is not None and bool(test(value)), shown, needs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -291,6 +164,15 @@ REARRANGES_ROWS: Final = that(
     lambda mixer: mixer.rearranges_rows,
     shown="model.attention",
 )
+SHARED_HEADS: Final = that(
+    "",
+    "whose layers share arrays by head",
+    lambda config: (
+        not all(array.is_by_token for array in config.model.carries(config.execution).values())
+    ),
+    shown="model.attention",
+    needs=("model", "execution"),
+)
 ONE_STAGE: Final = that(
     "execution.mesh",
     "1",
@@ -303,6 +185,15 @@ ONE_STAGE: Final = that(
 _STAGES: Final = above("execution.mesh.stage", 1)
 _LEVELS: Final = equals("data.packing", "levels")
 _DETAILED: Final = equals("execution.telemetry", "detailed")
+_REORDERED: Final = that(
+    "execution",
+    "other than contiguous on cut sequences",
+    lambda execution: (
+        execution.mesh.seq > 1
+        and getattr(execution.sequence_parallel, "layout", "contiguous") != "contiguous"
+    ),
+    shown="execution.sequence_parallel.layout",
+)
 _CUT_PRODUCTS: Final = trait("execution.tensor_products", "cuts_rows", "that cut rows")
 _ONE_STAGE: Final = "set execution.mesh.stage to 1"
 
@@ -367,6 +258,13 @@ ROWS: Final = (
         "{second} merges its streams behind the last layer, which the stages of {first} do not",
         _ONE_STAGE,
     ),
+    Row(
+        _STAGES,
+        SHARED_HEADS,
+        "the layers of {second} take arrays of earlier layers, which {first} would pass on between"
+        " stages with every micro-batch",
+        f"{_ONE_STAGE}, or model.attention to grouped_query",
+    ),
     # Memory, products and kernels.
     Row(
         _CUT_PRODUCTS,
@@ -389,6 +287,13 @@ ROWS: Final = (
         ),
         "{first} takes products in parts of their rows, and {second} has scales of whole rows",
         "set execution.tensor_products to whole, or execution.precision.weights to floating",
+    ),
+    Row(
+        is_set("execution.precision.mixed"),
+        differs("execution.precision.weights", "w4ax"),
+        "execution.precision.mixed is the format of weights w4ax, which `experiments.checkpoint"
+        " convert --quantise w4ax` writes, and changes nothing with {second}",
+        "leave execution.precision.mixed out",
     ),
     _kernel_row("grouped_swiglu", "full"),
     _kernel_row("quantized_matmul", "halo"),
@@ -425,7 +330,90 @@ ROWS: Final = (
         "{second} needs a sequence-parallel attention, and {first} has whole sequences",
         "set execution.mesh.seq to 1, or execution.sequence_parallel to auto",
     ),
+    Row(
+        member("execution.sequence_parallel", "usp", shown="execution.sequence_parallel.ulysses"),
+        that(
+            "execution",
+            "other than execution.sequence_parallel.ulysses",
+            lambda execution: (
+                execution.sequence_parallel.ulysses
+                != (1 if execution.fold is None else execution.fold.seq_inner)
+            ),
+            shown="execution.fold.seq_inner",
+        ),
+        "{first} exchanges heads within pieces of mesh.seq, and {second} is their size",
+        "set execution.fold.seq_inner to execution.sequence_parallel.ulysses",
+    ),
+    Row(
+        above("execution.mesh.seq", 1),
+        REARRANGES_ROWS,
+        "{first} cuts sequences into parts, and {second} merges whole rows",
+        "set execution.mesh.seq to 1",
+    ),
+    Row(
+        _REORDERED,
+        that("model.mixers.*", "recurrent", lambda mixer: mixer.is_recurrent, "model.layers.mixer"),
+        "the state of recurrent layers, {second}, runs through a sequence in the order of its"
+        " tokens, and {first} is another",
+        "set execution.sequence_parallel.layout to contiguous, or execution.mesh.seq to 1",
+    ),
+    Row(
+        _REORDERED,
+        that("model.moe", "set", lambda moe: moe.keeps_order, shown="model.moe.capacity"),
+        "{second} fills the experts in the order of a sequence's tokens, and {first} is another",
+        "set execution.sequence_parallel.layout to contiguous, take ulysses, or set"
+        " model.moe.capacity to None",
+    ),
+    Row(
+        that(
+            "execution",
+            "that spreads experts, on cut sequences",
+            lambda execution: (
+                max(execution.mesh.seq, execution.mesh.tensor) > 1
+                and execution.dispatcher.spreads_experts
+            ),
+            shown="execution.dispatcher",
+        ),
+        that("model.moe.router", "that mixes tokens", lambda router: router.traits.mixes_tokens),
+        "{second} mixes whole sequences, and with {first} the axes seq and tensor of the mesh cut"
+        " them",
+        "set execution.dispatcher to local, or execution.mesh.seq and execution.mesh.tensor to 1",
+    ),
     # Runs.
+    Row(
+        equals("model.attention.is_causal", False),
+        trait("training.objective", "is_causal", "of next tokens"),
+        "{first} lets every position see the token that it should predict next, as {second} does",
+        "set training.objective to masked_diffusion, or model.attention.is_causal to True",
+    ),
+    Row(
+        equals("model.attention.is_causal", True),
+        trait("training.objective", "is_causal", "that predicts from both sides", value=False),
+        "{second} predicts a token from both sides, and {first} hides all that follows it",
+        "set model.attention.is_causal to False",
+    ),
+    Row(
+        member("data", "tokenizer_only"),
+        trait("data.tokenizer", "is_trained", "that is trained"),
+        "{first} has no text, and {second} is trained on text",
+        "set data.tokenizer to file",
+    ),
+    Row(
+        member("data", "mixture"),
+        is_set("data.partition"),
+        "{first} divides its rows by weight, and {second} by content",
+        "give all files to one data.path, as data:files, or leave data.partition out",
+    ),
+    Row(
+        equals("data.template", "tokenizer"),
+        that(
+            "data.tokenizer",
+            "without a file",
+            lambda tokenizer: tokenizer.file is None,
+        ),
+        "{first} reads the chat_template beside a tokenizer.json, which {second} has not",
+        "set data.tokenizer to file with data.tokenizer.path, or data.template to chatml or plain",
+    ),
     Row(
         is_set("training.batch_ramp"),
         _LEVELS,

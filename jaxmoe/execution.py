@@ -121,8 +121,7 @@ class ExecutionConfig:
     devices that share a sequence; 0 for all at once."""
 
     def __post_init__(self):
-        inner = 1 if self.fold is None else self.fold.seq_inner
-        self.sequence_parallel.check_mesh(seq=self.mesh.seq, seq_inner=inner)
+        combinations.check(execution=self)
         if self.mesh_fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.mesh_fold)
         if sorted(self.host_order) != list(range(len(self.host_order))):
@@ -134,7 +133,21 @@ class ExecutionConfig:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be 0 (whole) or positive")
-        combinations.check(execution=self)
+
+    def check_one_stage(self, reason: str) -> None:
+        """Refuse stages, where whole models are computed.
+
+        Args:
+            reason: What is computed so, a clause.
+
+        Raises:
+            ValueError: The mesh has several stages.
+        """
+        if self.mesh.stage > 1:
+            raise ValueError(
+                f"execution.mesh.stage={self.mesh.stage} splits the layers, and {reason}: set"
+                " mesh.stage to 1, and mesh.data to more"
+            )
 
     def unroll_of(self, length: int) -> int:
         """Return the layers in one iteration of a loop, on the devices of the mesh in context.

@@ -145,14 +145,6 @@ class PrecisionPolicy:
     """Format of cached keys and values: the compute dtype, or rounded with a scale per token and
     head, for inference only. A pass without a cache rounds them in the same way."""
 
-    def __post_init__(self):
-        if self.mixed is not None and self.weights != MIXED:
-            raise ValueError(
-                f"execution.precision.mixed changes nothing where execution.precision.weights is"
-                f" {self.weights!r}: it is written by `experiments.checkpoint convert --quantise"
-                f" {MIXED}`; leave it out"
-            )
-
     @property
     def has_floating_weights(self) -> bool:
         """Whether products have floating weights, as trained or after they were loaded."""

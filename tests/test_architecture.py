@@ -70,6 +70,7 @@ ORDER = (
     "errors",
     "public_names",
     "catalog",
+    "choices",
     "combinations",
     "configs",
     "field_docs",

@@ -20,6 +20,7 @@ from tests.support.source_tree import PACKAGES, ROOT
 
 CLOSURES = {"jaxmoe": 3, "jaxmoe.routing": 9, "jaxmoe.optim": 9, "experiments.pretrain": 286}
 ARROWS = 0
+REFUSALS = 30
 VAGUE_BINDINGS = 0.003
 PARTICIPLES = 20
 REPEATED_CLASSES = 4
@@ -45,6 +46,11 @@ def test_few_defaults_of_a_base_class_are_for_one_subclass():
     assert len(untreated) <= UNTREATED, "\n".join(untreated)
     assert not (outdated := REASONS.keys() - rows.keys()), outdated
     assert all(REASONS.values())
+
+
+def test_few_messages_outside_the_table_refuse_a_pair_of_choices():
+    rows = shape.refusals()
+    assert len(rows) <= REFUSALS, "\n".join(rows)
 
 
 def test_names_are_nouns_and_each_class_has_its_own():

@@ -17,11 +17,16 @@ _ADAPTERS: Final = "jaxmoe.contrib.adapters.combinations:ROWS"
 _ESTIMATORS: Final = "jaxmoe.contrib.estimators.combinations:ROWS"
 _DEPTH: Final = "jaxmoe.contrib.depth.combinations:ROWS"
 _OFFLOAD: Final = "jaxmoe.contrib.offload.combinations:ROWS"
+_LAYERWISE: Final = "jaxmoe.contrib.layerwise.combinations:ROWS"
+_LEVELS: Final = "jaxmoe.contrib.levels.combinations:ROWS"
+_MKOR: Final = "jaxmoe.contrib.mkor.combinations:ROWS"
+_RL: Final = "jaxmoe.contrib.rl.combinations:ROWS"
 _SLOW_LINKS: Final = "jaxmoe.contrib.slow_links.combinations:ROWS"
 _TELEMETRY: Final = "jaxmoe.contrib.telemetry.combinations:ROWS"
 
 ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
-    ("model.adapter", ("mixture_of_shards", "shared_store"), _ADAPTERS),
+    ("model.adapter", ("mixture_of_shards", "shared_store", "switch_lora", "remix"), _ADAPTERS),
+    ("training.average", (), _ADAPTERS),
     ("execution.halves", (2,), _DEPTH),
     ("model.loop", (), _DEPTH),
     ("model.layers.feed_forward", ("two_sizes",), _DEPTH),
@@ -30,6 +35,10 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("training.skipping", (), _DEPTH),
     ("training.gradients.is_backward", (False,), _ESTIMATORS),
     ("replicas.exchanges", ("parameters", "gradients"), _SLOW_LINKS),
+    ("training.objective", ("swept_layers",), _LAYERWISE),
+    ("execution.sequence_parallel", ("levels",), _LEVELS),
+    ("optimizer", ("mkor",), _MKOR),
+    ("rl", (), _RL),
     ("parts.*", ("gradient_comparison",), _TELEMETRY),
 )
 """Dotted path of a choice, names of its members or its values (any value that is set where there

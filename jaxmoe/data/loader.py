@@ -80,9 +80,9 @@ class Loader:
         if num_rows is not None and num_rows < self.batch_size:
             more = "bring more data" if self.split == "train" else "hold out more"
             raise DataError(
-                f"batch_size={self.batch_size} must be at most {num_rows}, the rows of "
-                f"sequence_length={self.sequence_length} in the {self.split} split: lower one of "
-                f"them (--training.sequence_length, --training.batch_size), or {more}"
+                f"the {self.split} split has {num_rows} rows of sequence_length="
+                f"{self.sequence_length}, and batch_size={self.batch_size} must be at most that: "
+                f"lower one of them (--training.sequence_length, --training.batch_size), or {more}"
             )
 
     @property

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxmoe import combinations
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.files import FileReadingConfig, Files
 from jaxmoe.data.order import (
@@ -55,11 +56,7 @@ class MixtureConfig(FileReadingConfig):
     def __post_init__(self):
         # Not super(): a dataclass with slots is created twice, and the first is not an ancestor.
         FileReadingConfig.__post_init__(self)
-        if self.partition is not None:
-            raise ValueError(
-                f"data.partition={self.partition}: a mixture divides its rows by weight, not by"
-                " content: give all files to one data.path (data:files), or leave it out"
-            )
+        combinations.check(data=self)
         parts = [_part(text) for text in self.mix]
         names = [name for name, _, _ in parts]
         if len(set(names)) < len(names):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
+from jaxmoe import combinations
 from jaxmoe.data import tokenizer as tokenizers
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.source import SourceKind, SourceTraits, Split
@@ -110,6 +111,9 @@ class TextOnlyConfig(SourceKind):
         """Properties that the rest of the library depends on."""
         return SourceTraits(has_rows=False)
 
+    def __post_init__(self):
+        combinations.check(data=self)
+
     def with_tokenizer(self, path: pathlib.Path) -> TextOnlyConfig:
         """Return the config with a copy of its tokenizer.json, if it has one."""
         return dataclasses.replace(self, tokenizer=copy_config(self.tokenizer, path))
@@ -121,14 +125,9 @@ class TextOnlyConfig(SourceKind):
             seed: Unused; there are no rows to order.
 
         Raises:
-            DataError: The tokenizer cannot be read, or would have to be trained.
+            DataError: The tokenizer cannot be read.
         """
         del seed
-        if self.tokenizer.is_trained:
-            raise DataError(
-                "data:tokenizer_only has no text to train a tokenizer on: choose"
-                " data.tokenizer:file"
-            )
         return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()), is_imported=True)
 
 

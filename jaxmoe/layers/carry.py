@@ -39,7 +39,7 @@ class CarriedArray:
     positions: str = ax.ACT_SEQ
     """Logical axis of S."""
     dtype: Any = jnp.float32
-    """Dtype."""
+    """Dtype; the compute dtype when None."""
     fill: int = 0
     """Value of all entries before the first layer."""
 
@@ -103,7 +103,8 @@ def initial_carry(
     """
     carry = {}
     for name, array in arrays.items():
-        filled = jnp.full((*shape, *array.features), array.fill, array.dtype)
+        dtype = execution.precision.compute_dtype if array.dtype is None else array.dtype
+        filled = jnp.full((*shape, *array.features), array.fill, dtype)
         axes = array.axes or (None,) * len(array.features)
         carry[name] = execution.placement.place(filled, (ax.ACT_BATCH, array.positions, *axes))
     return carry

@@ -147,10 +147,11 @@ class LadderResidualConfig(Residual):
 
     def carries(self, context: LayerContext, execution: ExecutionConfig) -> dict[str, CarriedArray]:
         """Return the outputs that are added one layer later."""
+        del execution
         output = CarriedArray(
             features=(context.embed_dim,),
             axes=(ax.ACT_EMBED,),
-            dtype=execution.precision.compute_dtype,
+            dtype=None,
         )
         return {LATE["mixer"]: output, LATE["feed_forward"]: output}
 

@@ -89,31 +89,15 @@ def check_rows(
         mesh: {axis or piece of one: size}.
 
     Raises:
-        ValueError: Heads or lengths that the form cannot spread, a recurrent mixer or a
-            capacity with a form that reorders the tokens.
+        ValueError: Heads or lengths that the form cannot spread.
     """
     form = choose_form(context, execution, length, mesh).config
-    ranks = attention_sizes(context, execution, length, mesh).ranks
-    if context.recurrent and ranks > 1 and form.layout != "contiguous":
-        raise ValueError(
-            f"execution.mesh.seq cuts sequences into {ranks} parts, and the state of model.layers"
-            f" with the mixer {context.recurrent[0]} runs through them in the order of the tokens,"
-            f" which execution.sequence_parallel {form.name!r} holds in {form.layout} order: set"
-            " execution.sequence_parallel.layout to contiguous, or mesh.seq to 1"
-        )
     cut = execution.axis_rules.mesh_axes(ax.ACT_SEQ_INNER)
     if math.prod(mesh.get(axis, 1) for axis in cut) > 1:
         form.check_pieces({axis: mesh.get(axis, 1) for axis in cut})
     for heads in context.heads:
         sizes = attention_sizes(context, execution, length, mesh, heads)
         form.check(sizes)
-        if sizes.ranks > 1 and form.layout != "contiguous" and sizes.keeps_order:
-            raise ValueError(
-                "model.moe.capacity fills the experts in the order of a sequence's tokens, and"
-                f" execution.sequence_parallel {form.name!r} holds them in {form.layout} order: set"
-                " execution.sequence_parallel.layout to contiguous, take ulysses, or set"
-                " model.moe.capacity to None"
-            )
     return form
 
 

@@ -95,7 +95,7 @@ class ModelConfig:
             raise ValueError(f"model.dense_layers={self.dense_layers} must ascend without repeats")
         self._check_layers()
         if self.loop is not None:
-            self.loop.check(self.num_layers, self.residual.arrays)
+            self.loop.check(self.num_layers)
         combinations.check(model=self)
         if self.moe and self.attention.is_causal:
             for text in causal_advice(self.moe):

@@ -51,15 +51,14 @@ class LayerLoop(abc.ABC):
         """
 
     @abc.abstractmethod
-    def check(self, num_layers: int, arrays: int) -> None:
+    def check(self, num_layers: int) -> None:
         """Refuse a loop that a model cannot have.
 
         Args:
             num_layers: Layers of the model.
-            arrays: Arrays that its residual passes from layer to layer.
 
         Raises:
-            ValueError: A layer does not exist, or the residual has several arrays as well.
+            ValueError: A layer does not exist.
         """
 
     def flops_per_token(self, embed_dim: int) -> float:

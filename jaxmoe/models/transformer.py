@@ -13,6 +13,7 @@ The call runs without a mesh, inside a user's Auto mesh, and on a mesh of `shard
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import typing
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe import combinations
 from jaxmoe.adapters.view import adapted_view
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
@@ -255,7 +257,12 @@ def initial_router_state(model: ModelConfig) -> Any:
 
 
 def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
-    """Refuse tokens that are no rows of ids, and a current mesh that does not fit."""
+    """Refuse tokens that are no rows of ids, and a current mesh that does not fit.
+
+    Raises:
+        ValueError: Tokens of another shape or dtype, choices that do not combine, a length that the
+            mesh does not divide.
+    """
     check_tokens(tokens, model.vocab_size)
     length = tokens.shape[1]
     placement = execution.placement
@@ -267,6 +274,7 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
             f"{execution.mesh_fold} needs {', '.join(missing)}: make it with"
             " make_mesh(execution.mesh, fold=execution.mesh_fold)"
         )
+    combinations.check(model=model, execution=_on_current_mesh(execution))
     check_dispatcher(
         model.moe,
         execution,
@@ -282,15 +290,20 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
         )
 
 
+def _on_current_mesh(execution: ExecutionConfig) -> ExecutionConfig:
+    """Return the execution with the sizes by which the current mesh cuts rows, for checks alone."""
+    seq = axis_devices(execution.placement, ax.ACT_SEQ_INNER)
+    tensor = max(execution.mesh.tensor, axis_devices(execution.placement, ax.ACT_SEQ) // seq)
+    changed = copy.copy(execution)  # not replaced: the fold is of the mesh of the config
+    object.__setattr__(changed, "mesh", dataclasses.replace(execution.mesh, seq=seq, tensor=tensor))
+    return changed
+
+
 def _check_whole_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
     """Refuse what `check_call` refuses, and a mesh whose devices have some of the layers each."""
     check_call(model, tokens, execution)
-    stages = execution.mesh.stage
-    if stages > 1 and surroundings() == "explicit":
-        raise ValueError(
-            f"execution.mesh.stage={stages} splits the layers, and this computes all of them on"
-            " every device: set mesh.stage to 1, and mesh.data to more"
-        )
+    if surroundings() == "explicit":
+        execution.check_one_stage("this computes all of them on every device")
 
 
 def _token_arrays(

@@ -372,11 +372,10 @@ class Run:
             )
         loaded = self._load(step, needs_data=True)
         execution = loaded.assembly.execution
-        if execution.mesh.stage > 1 and not execution.precision.has_floating_weights:
-            raise ConfigurationError(
-                f"run.directory={self.directory.path} holds weights={execution.precision.weights},"
-                f" which cannot be computed on execution.mesh.stage={execution.mesh.stage}: give a"
-                " mesh without stages, such as run.mesh.data=1"
+        if not execution.precision.has_floating_weights:
+            weights = execution.precision.weights
+            execution.check_one_stage(
+                f"run.directory={self.directory.path} holds weights={weights}, of whole models"
             )
         with jax.set_mesh(loaded.assembly.mesh):
             yield loaded

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmoe import combinations
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -54,6 +56,7 @@ def make_eval_step(
     execution = execution or ExecutionConfig()
     objective = objective or NextTokenConfig()
     objective.check(model)
+    combinations.check(model=model, training=types.SimpleNamespace(objective=objective))
 
     def step(params: Any, router_state: Any, batch: Batch) -> tuple[Array, Array]:
         def one(index: Array) -> Array:

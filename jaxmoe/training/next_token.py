@@ -27,6 +27,7 @@ class NextTokenConfig(Objective):
     """Predict each token from those before it."""
 
     name: ClassVar[str] = "next_token"
+    is_causal: ClassVar[bool] = True
     reads_loss_weights: ClassVar[bool] = True
     floor_note: ClassVar[str | None] = None
     """Condition under which `entropy_floor` differs from the entropy of the next token."""
@@ -35,19 +36,6 @@ class NextTokenConfig(Objective):
     def num_examined(self) -> int:
         """Passes over a held-out batch."""
         return 1
-
-    def check(self, model: ModelConfig) -> None:
-        """Raise if the model can see the token that it should predict.
-
-        Raises:
-            ValueError: Names the field.
-        """
-        if not model.attention.is_causal:
-            raise ValueError(
-                "model.attention.is_causal=False lets every position see the token that it should"
-                " predict next: train it with training.objective masked_diffusion, or set"
-                " is_causal to True"
-            )
 
     def num_predicted(self, model: ModelConfig) -> int:
         """Return the number of ids that may be predicted."""

@@ -44,6 +44,9 @@ class Objective(abc.ABC):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     """Name in the registry and on the command line."""
+    is_causal: ClassVar[bool]
+    """Whether it predicts each token from those before it, by a causal model; else by one whose
+    positions see each other."""
     reads_loss_weights: ClassVar[bool]
     """Whether weights of tokens that the data gives change the loss."""
     floor_note: ClassVar[str | None]
@@ -56,7 +59,6 @@ class Objective(abc.ABC):
     def num_examined(self) -> int:
         """Passes over a held-out batch."""
 
-    @abc.abstractmethod
     def check(self, model: ModelConfig) -> None:
         """Raise if the model cannot be trained with it.
 
@@ -66,6 +68,7 @@ class Objective(abc.ABC):
         Raises:
             ValueError: Names the field.
         """
+        del model
 
     @abc.abstractmethod
     def num_predicted(self, model: ModelConfig) -> int:

@@ -62,18 +62,6 @@ class SequenceParallelism(abc.ABC):
             sizes: Sizes of the attention layer.
         """
 
-    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
-        """Check the mesh of an execution.
-
-        Args:
-            seq: mesh.seq; -1 if it is open.
-            seq_inner: fold.seq_inner; 1 without a fold.
-
-        Raises:
-            ValueError: This form cannot run on such a mesh.
-        """
-        del seq, seq_inner
-
     def mesh_fold(self, fold: MoEMesh | None, seq: int) -> MoEMesh | None:
         """Return the fold of the mesh, with the cuts of mesh.seq that this form needs.
 

@@ -25,15 +25,16 @@ class NoSequenceParallelConfig(SequenceForm):
     def check_heads(self, sizes: AttentionSizes) -> None:
         """Refuse any sharded sequence."""
         if sizes.ranks != 1:
-            raise ValueError(
-                f"mesh.seq cuts sequences into {sizes.ranks} parts, and this form has whole ones:"
-                " set mesh.seq to 1, or choose another form, such as auto"
-            )
+            raise _refusal(sizes.ranks)
 
     def attend(self, arrays: HeldAttention) -> tuple[Array, Seen]:
         """Refuse sharded sequences; whole ones need no form."""
-        raise ValueError(
-            f"the mesh cuts sequences of {arrays.cut.length} tokens into parts of"
-            f" {arrays.cut.held},"
-            " and execution.sequence_parallel is 'none': choose a form, or set mesh.seq to 1"
-        )
+        raise _refusal(arrays.cut.length // arrays.cut.held)
+
+
+def _refusal(parts: int) -> ValueError:
+    """Return the error for sequences in parts."""
+    return ValueError(
+        f"mesh.seq cuts sequences into {parts} parts, and this form has whole ones: set mesh.seq"
+        " to 1, or choose another form, such as auto"
+    )

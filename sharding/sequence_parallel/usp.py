@@ -61,20 +61,6 @@ class UlyssesRingConfig(SequenceForm):
         """Return the groups of devices between which keys travel."""
         return ranks // self.ulysses
 
-    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
-        """Check that the fold cuts mesh.seq into pieces of `ulysses` devices.
-
-        Raises:
-            ValueError: It does not.
-        """
-        del seq
-        if seq_inner != self.ulysses:
-            raise ValueError(
-                f"execution.sequence_parallel.ulysses={self.ulysses} exchanges heads within"
-                f" pieces of mesh.seq, and execution.fold.seq_inner={seq_inner} is their size:"
-                f" set it to {self.ulysses}"
-            )
-
     def check_pieces(self, sizes: Mapping[str, int]) -> None:
         """Check that mesh.seq is in two pieces, the ring and the exchange.
 

@@ -130,6 +130,6 @@ def test_devices_that_do_not_divide_a_small_batch(tmp_path, capsys):
     assert stopped.value.code == ExitCode.BAD_CONFIGURATION
     assert (
         "training.batch_ramp has batches of 4 sequences (of training.batch_size=16) in 1"
-        " micro-batches, which the 8 devices that share a batch must divide: choose fewer"
-        " training.batch_ramp.stages or a larger batch" in capsys.readouterr().err
+        " micro-batches, whose sequences must be divisible by the 8 devices that share a batch:"
+        " choose fewer training.batch_ramp.stages or a larger batch" in capsys.readouterr().err
     )

@@ -214,7 +214,7 @@ def test_data_that_does_not_fit_is_refused_before_compiling(tmp_path, capsys):
     assert "give --model.vocab_size 550" in text
     assert "data.path=nowhere matches no file" in _refused(capsys, "--data.path", "nowhere")
     text = _refused(capsys, "--data.path", "docs/1?.txt")
-    assert "split has" in text and "fewer than batch_size=8" in text
+    assert "split has" in text and "batch_size=8 must be at most that" in text
     assert not (tmp_path / "run").exists()
 
 

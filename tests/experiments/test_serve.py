@@ -169,6 +169,6 @@ def test_what_cannot_be_served_is_refused_in_words(words, message, capsys, monke
 
 def test_pages_that_hold_no_request_are_refused():
     sizes = FleetSizesConfig(pages=3, max_length=64)
-    with pytest.raises(ValueError, match=r"engine\.pages=3 x engine\.page_size=16 hold no request"):
+    with pytest.raises(ValueError, match=r"engine\.pages=3 must be at least 4, to hold"):
         sizes.executor(1024)
     assert FleetSizesConfig().executor(2048).context_lengths == (512, 2048)

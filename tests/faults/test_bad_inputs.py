@@ -451,7 +451,7 @@ DATA = {
         lambda place: Loader(
             read("text.txt", TEXT)(place), batch_size=1000, sequence_length=8, seed=0
         ),
-        r"the train split has \d+ rows of sequence_length=8, fewer than batch_size=1000: lower one"
+        r"the train split has \d+ rows of sequence_length=8, and batch_size=1000 must be at most"
         r" of them \(--training\.sequence_length, --training\.batch_size\), or bring more data",
     ),
     "a shard cut in an id": (

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe import combinations
+from jaxmoe import choices, combinations
 from jaxmoe.catalog import choice, names
 from jaxmoe.configs import to_json
 from jaxmoe.contrib.depth.loop import LoopConfig
@@ -181,7 +181,7 @@ def compare_with(fields: Fields) -> Outcome:
     Args:
         fields: Values by dotted path.
     """
-    text = ", ".join(combinations.spell_choice(*item) for item in fields.items())
+    text = ", ".join(choices.spell_choice(*item) for item in fields.items())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on combinations
         try:

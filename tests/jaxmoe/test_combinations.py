@@ -7,24 +7,30 @@ To add a row: its example in EXAMPLES, the fields that make both choices and tho
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxmoe import combinations
 from jaxmoe.catalog import choice
 from jaxmoe.configs import from_json, to_json
-from jaxmoe.contrib.depth.loop import LoopConfig
+from jaxmoe.contrib.depth.loop import HyperloopConfig, LoopConfig
 from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.execution import OffloadConfig
 from jaxmoe.models.config import LayerConfig
+from jaxmoe.models.transformer import forward
+from jaxmoe.precision import MixedConfig
 from jaxmoe.routing import CapacityConfig
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.training.batch_ramp import BatchRampConfig
-from sharding import MoEMesh
+from sharding import MeshConfig, MoEMesh, make_mesh
 from sharding.pipeline import InterleavedConfig
 from tests.support.dotted import changed
 from tests.support.source_tree import ROOT
@@ -81,11 +87,74 @@ TWO_SIZES = {"model.layers": (LayerConfig(feed_forward=choice("feed_forward", "t
 STREAMS = {"model.attention": choice("mixer", "parallel_streams")()}
 RING = {"execution.tensor_products": choice("tensor_products", "ring")()}
 WHOLE = {"execution.tensor_products": choice("tensor_products", "whole")()}
+SEQ = {"execution.mesh.seq": 2}
+AUTO = {"execution.sequence_parallel": choice("sequence_parallel", "auto")()}
+ZIGZAG = SEQ | {"execution.sequence_parallel": choice("sequence_parallel", "ring")(layout="zigzag")}
+CONTIGUOUS = {"execution.sequence_parallel.layout": "contiguous"}
+SHARED_KEYS = {"model.attention": choice("mixer", "shared_keys")()}
+BIDIRECTIONAL = {"model.attention.is_causal": False}
+DIFFUSION = {"training.objective": choice("objective", "masked_diffusion")()}
+MKOR = {"optimizer": choice("optimizer", "mkor")()}
+SWEPT = {"training.objective": choice("objective", "swept_layers")()}
+ONE_BIT = {"replicas": choice("replicas", "one_bit_adam")(workers=2)}
+BYTES = choice("tokenizer", "bytes")()
+TRAINED = choice("tokenizer", "trained")()
+SWITCH = {"model.adapter": choice("adapter", "switch_lora")()}
+REMIX = {"model.adapter": choice("adapter", "remix")()}
+
+
+def rollouts(**fields: Any) -> Fields:
+    """Return the fields of training on answers, with some options of the rollouts."""
+    return ANSWERS | {
+        "rl": RolloutsConfig(prompts=4, group=4, max_tokens=16),
+        **{f"rl.{name}": value for name, value in fields.items()},
+    }
+
 
 EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (
         {"execution.pipeline": InterleavedConfig(chunks=2), "execution.mesh.data": 8},
         {"execution.pipeline": InterleavedConfig()},
+    ),
+    (STAGES | SHARED_KEYS, ONE_STAGE),
+    ({"execution.precision.mixed": MixedConfig()}, {"execution.precision.mixed": None}),
+    (
+        {
+            "execution.mesh.seq": 4,
+            "execution.sequence_parallel": choice("sequence_parallel", "usp")(ulysses=2),
+        },
+        {"execution.fold": MoEMesh(seq_inner=2)},
+    ),
+    (ZIGZAG | {"model.attention": choice("mixer", "mamba2")()}, CONTIGUOUS),
+    (ZIGZAG | {"model.moe.capacity": CapacityConfig()}, CONTIGUOUS),
+    (
+        {
+            "model.moe.router": choice("router", "soft_moe")(),
+            "model.moe.gate": choice("gate", "softmax")(),
+            "model.moe.balancers": (),
+            "execution.dispatcher": choice("dispatcher", "all_to_all")(),
+            "execution.mesh.tensor": 2,
+        }
+        | BIDIRECTIONAL
+        | DIFFUSION,
+        {"execution.dispatcher": choice("dispatcher", "local")()},
+    ),
+    (BIDIRECTIONAL, DIFFUSION),
+    (DIFFUSION, BIDIRECTIONAL),
+    (
+        {"data": choice("data", "tokenizer_only")(), "data.tokenizer": TRAINED},
+        {"data.tokenizer": BYTES},
+    ),
+    (
+        {
+            "data": choice("data", "mixture")(),
+            "data.partition": "1/4",
+        },
+        {"data.partition": None},
+    ),
+    (
+        {"data": choice("data", "chat")(path=("*.jsonl",)), "data.template": "tokenizer"},
+        {"data.template": "chatml"},
     ),
     (STAGES | {"model.adapter": choice("adapter", "lift")()}, ONE_STAGE),
     (STAGES | DETAILED, BRIEF),
@@ -103,7 +172,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     ({"execution.kernels.grouped_matmul": "reference"}, HALO),
     (
         {"execution.mesh.seq": 2},
-        {"execution.sequence_parallel": choice("sequence_parallel", "auto")()},
+        AUTO,
     ),
     (
         {
@@ -163,6 +232,17 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (ON_ADAPTERS["mixture_of_shards"] | HOST, ON_DEVICE),
     (ON_ADAPTERS["shared_store"] | {"execution.mesh.expert": 2}, {"execution.mesh.expert": 1}),
     (ON_ADAPTERS["shared_store"] | {"execution.mesh.tensor": 2}, {"execution.mesh.tensor": 1}),
+    (
+        SWITCH | {"execution.precision.weights": "w8a16"},
+        {"execution.precision.weights": "floating"},
+    ),
+    (
+        SWITCH | {"execution.precision.parameters": "bfloat16"},
+        {"execution.precision.parameters": "float32"},
+    ),
+    (IN_HOST | {"training.average": choice("average", "fixed")()}, NO_OFFLOAD),
+    (REMIX | STAGES, ONE_STAGE),
+    (REMIX | HALVES, ONE_HALF),
     # Halves, loops and mixers.
     (STAGES | {"model.loop": LoopConfig()}, {"model.loop": None}),
     (STAGES | STREAMS, ONE_STAGE),
@@ -179,6 +259,15 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     ),
     (TWO_SIZES | HALVES, ONE_HALF),
     (TWO_SIZES | STAGES, ONE_STAGE),
+    (HALVES | SHARED_KEYS, ONE_HALF),
+    (SEQ | AUTO | STREAMS, {"execution.mesh.seq": 1}),
+    (
+        {
+            "model.loop": LoopConfig(connection=HyperloopConfig()),
+            "model.residual": choice("residual", "ladder")(),
+        },
+        {"model.residual": choice("residual", "standard")()},
+    ),
     # State outside of the devices.
     (FILES | STAGES, ONE_STAGE),
     (FILES | HOST | FILES, ON_DEVICE),
@@ -195,6 +284,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (FORWARD | STAGES, ONE_STAGE),
     (SKIPPING | FORWARD, NO_SKIPPING),
     (SKIPPING | {"training.accumulation": 1}, {"training.accumulation": 2}),
+    (SKIPPING | STAGES, {"execution.mesh.stage": 4}),
     (
         SKIPPING | {"execution.mesh.stage": 4, "execution.pipeline": choice("pipeline", "gpipe")()},
         {"execution.pipeline": choice("pipeline", "interleaved")()},
@@ -216,7 +306,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"execution.mesh.stage": 4},
     ),
     (
-        SKIPPING | {"training.accumulated_balance": "two_pass"},
+        SKIPPING | {"training.accumulated_balance": "two_pass", "execution.mesh.stage": 4},
         {"training.accumulated_balance": "buffer"},
     ),
     (SKIPPING | DETAILED, BRIEF),
@@ -255,6 +345,38 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (WORKERS | FORWARD, NO_WORKERS),
     (WORKERS | {"training.average": choice("average", "fixed")()}, NO_WORKERS),
     (WORKERS | ANSWERS, NO_WORKERS),
+    (WORKERS | ON_ADAPTERS["lift"], NO_WORKERS),
+    (ONE_BIT | {"optimizer.beta1": 0.8}, {"optimizer.beta1": 0.9}),
+    (
+        ONE_BIT | {"optimizer": choice("optimizer", "sgd")()},
+        {"optimizer": choice("optimizer", "adamw")()},
+    ),
+    # Answers.
+    (rollouts(sync="exact"), {"rl.staleness": 1, "rl.old": "engine"}),
+    (rollouts(staleness=1), {"rl.old": "engine"}),
+    (rollouts(old="engine", truncation=2.0), {"rl.truncation": None}),
+    (rollouts() | {"training.batch_size": 32}, {"training.batch_size": 16}),
+    # Objectives and optimisers.
+    (MKOR | {"training.gradients": FORWARD["training.gradients"], "training.clip": None}, BACKPROP),
+    (MKOR | STAGES, ONE_STAGE),
+    (
+        MKOR | {"model.attention": choice("mixer", "mamba2")()},
+        {"optimizer": choice("optimizer", "adamw")()},
+    ),
+    (MKOR | HALO, FULL),
+    (MKOR | IN_HOST | {"execution.offload.parts": 2}, {"execution.offload.parts": 1}),
+    (SWEPT | STAGES, ONE_STAGE),
+    (SWEPT | SEQ | AUTO, {"execution.mesh.seq": 1}),
+    (SWEPT | FORWARD, BACKPROP),
+    (SWEPT | MKOR, {"optimizer": choice("optimizer", "adamw")()}),
+    (SWEPT | {"execution.rules": "zero2"}, {"execution.rules": "fully_sharded"}),
+    (
+        {
+            "execution.mesh.seq": 6,
+            "execution.sequence_parallel": choice("sequence_parallel", "levels")(),
+        },
+        {"execution.mesh.seq": 4},
+    ),
 )
 """Fields that make both choices of a row, and those of the way out."""
 
@@ -301,3 +423,22 @@ def test_the_page_lists_every_row(tmp_path, monkeypatch):
         assert combination_page.line(row) in lines
     assert sum(line.startswith("| `") for line in lines) == len(ALL)
     assert not [line for line in lines if "{" in line]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "text"),
+    [
+        ({}, SEQ, "execution.sequence_parallel:none has whole sequences"),
+        (STREAMS | AUTO, SEQ, "execution.mesh.seq=2 cuts sequences"),
+        (ZIGZAG | {"model.moe.capacity": CapacityConfig()}, SEQ, "layout=zigzag is another"),
+        (HALVES | STREAMS, {}, "execution.halves=2 takes every other row"),
+    ],
+)
+def test_a_forward_pass_refuses_pairs_on_the_current_mesh(fields, sizes, text):
+    config = run({path: value for path, value in fields.items() if path not in (*sizes, *HALVES)})
+    execution = dataclasses.replace(config.execution, halves=fields.get("execution.halves", 1))
+    axes = {path.split(".")[-1]: size for path, size in sizes.items()}
+    mesh = make_mesh(MeshConfig(data=-1, **axes))
+    tokens = jnp.zeros((8, 64), jnp.int32)
+    with jax.set_mesh(mesh), pytest.raises(combinations.CombinationError, match=re.escape(text)):
+        jax.eval_shape(functools.partial(forward, config.model, execution), {}, tokens)

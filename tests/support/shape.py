@@ -136,6 +136,43 @@ def organs() -> list[str]:
     ]
 
 
+_CHOICE = re.compile(
+    r"\b(execution|model|training|data|optimizer|replicas|checkpoint|engine|adapter|watch|rl"
+    r"|precision|schedule|mesh|parameterization|evaluation|batching|scaling|dispatch|objective)"
+    r"[.:]([a-z_]+(?:\.[a-z_]+)*)"
+)
+_BOUND = re.compile(r"divis|multiple of|must be at least|at most")
+
+
+def refusals() -> list[str]:
+    """Return messages outside the table that name two choices, and neither divisor nor bound."""
+    return [
+        f"{module}:{node.lineno}: {' x '.join(sorted(choices))}"
+        for module, path in files().items()
+        if not module.endswith(".combinations")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        if not _BOUND.search(message := " ".join(map(_literal, node.exc.args)))
+        if len(choices := set(map(_path, _CHOICE.findall(message)))) > 1
+    ]
+
+
+def _path(words: tuple[str, str]) -> str:
+    """Return the path of a choice; `mesh.stage` is `execution.mesh.stage`."""
+    return ".".join(words).removeprefix("execution.")
+
+
+def _literal(node: ast.AST) -> str:
+    """Return the text of a literal, with `{}` for what it formats."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_literal(value) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return _literal(node.left) + _literal(node.right)
+    return "{}" if isinstance(node, ast.FormattedValue) else ""
+
+
 _VAGUE = frozenset(
     "given own one other others found held both about words known asked whole usual kept left there"
     " here wanted some further rest used named begun ended taken".split()

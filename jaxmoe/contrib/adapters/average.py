@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmoe import combinations
 from jaxmoe.adapters.factors import batch_of
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.scaling.initialize import parameter_table
@@ -130,19 +132,8 @@ class Averaging(StepPart):
 
     def check(self, step: Step) -> None:
         """Refuse parameters or gradients in other memory than the device's."""
-        if step.execution.offload is not None:
-            raise ValueError(
-                f"execution.offload.optimizer={step.execution.optimizer_memory}:"
-                f" training.average:{self.config.name} reads parameters and gradients after each"
-                " step: set execution.offload to None, or leave out training.average"
-            )
-
-    def check_workers(self, replicas: str) -> None:
-        """Refuse all: the average is that of one model."""
-        raise ValueError(
-            f"replicas:{replicas} merges the parameters of workers, and training.average"
-            " averages those of one: choose replicas:none, or leave out training.average"
-        )
+        training = types.SimpleNamespace(average=self.config)
+        combinations.check(execution=step.execution, training=training)
 
     def init(self, start: Start) -> Any:
         """Return the average, which begins as the trained parameters."""

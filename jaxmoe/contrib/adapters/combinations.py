@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.combinations import Row, above, equals, member
+from jaxmoe.choices import above, differs, equals, is_set, member
+from jaxmoe.combinations import Row
 from sharding.state_layouts import STATE_LAYOUTS
 
 _SHARDS: Final = member("model.adapter", "mixture_of_shards")
@@ -15,6 +16,30 @@ _GATHERED: Final = tuple(
 )
 
 ROWS: Final = (
+    Row(
+        is_set("training.average"),
+        differs("execution.offload.optimizer"),
+        "{first} reads parameters and gradients after each step, and {second} keeps them elsewhere",
+        "set execution.offload to None, or leave out training.average",
+    ),
+    *(
+        Row(
+            member("model.adapter", "switch_lora"),
+            differs(f"execution.precision.{field}", value),
+            "{first} adds to the weights at every swap, and {second} rounds away what is small",
+            f"set execution.precision.{field} to {value}",
+        )
+        for field, value in (("weights", "floating"), ("parameters", "float32"))
+    ),
+    *(
+        Row(
+            member("model.adapter", "remix"),
+            above(f"execution.{field}", 1),
+            "{first} compares several passes over whole rows, and {second} cuts them",
+            f"set execution.{field} to 1",
+        )
+        for field in ("mesh.stage", "halves")
+    ),
     *(
         Row(
             _SHARDS,

@@ -28,13 +28,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxmoe.adapters.base import Adapter
 from jaxmoe.adapters.factors import TRAINED
 from jaxmoe.contrib.adapters.mixed import FactorTraits, Made, MixedAdapter
 from jaxmoe.contrib.adapters.mixtures import Gates
 from jaxmoe.contrib.adapters.repeated import ADVANTAGE
 from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.view import HalfInputs, Losses
 from sharding import axes as ax
@@ -88,16 +86,6 @@ class RemixConfig(MixedAdapter):
         """Return the passes of a step; see the base class."""
         del steps
         return f"{self.draws} passes over each row, after as many without a gradient"
-
-    def check_execution(self, execution: ExecutionConfig) -> None:
-        """Refuse pipelines, which have no pass without gradients, and rows in halves."""
-        Adapter.check_execution(self, execution)
-        for field, value in (("mesh.stage", execution.mesh.stage), ("halves", execution.halves)):
-            if value > 1:
-                raise ValueError(
-                    f"execution.{field}={value}: adapter:remix compares several passes over whole"
-                    f" rows: set execution.{field} to 1"
-                )
 
     def half_parameters(self, width: int) -> Made:
         """Return the router P of half a layer."""

@@ -39,7 +39,6 @@ from jaxmoe.adapters.factors import (
 )
 from jaxmoe.contrib.adapters.moments import without_moments
 from jaxmoe.declarations import fold_path
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from sharding.constrain import lie_at, surroundings
@@ -84,16 +83,6 @@ class SwitchLoraConfig(MatrixFactorsConfig):
         """Say where swaps become rare as in a run of other steps; see the base class."""
         note = f"adapter.steps={self.steps} makes swaps rare, the run has {steps} steps: set both"
         return None if self.steps == steps else note
-
-    def check_execution(self, execution: ExecutionConfig) -> None:
-        """Refuse weights to which nothing small can be added; see the base class."""
-        MatrixFactorsConfig.check_execution(self, execution)
-        precision = execution.precision
-        if precision.weights != "floating" or precision.parameter_dtype != jnp.float32:
-            raise ValueError(
-                f"adapter:{self.name} adds to the weights at every swap: set execution.precision"
-                ".weights to floating and execution.precision.parameters to float32"
-            )
 
     def rows_of(
         self, row: ParameterSpec, is_adapted: tuple[bool, ...], rules: LogicalAxisRules

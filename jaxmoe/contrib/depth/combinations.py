@@ -6,19 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.combinations import (
-    ONE_STAGE,
-    REARRANGES_ROWS,
-    Row,
-    above,
-    differs,
-    equals,
-    is_set,
-    member,
-    no_member,
-    that,
-    trait,
-)
+from jaxmoe.choices import above, differs, equals, is_set, member, no_member, that, trait
+from jaxmoe.combinations import ONE_STAGE, REARRANGES_ROWS, SHARED_HEADS, Row
 from jaxmoe.training.balance import takes_two_passes
 
 _STAGES: Final = above("execution.mesh.stage", 1)
@@ -72,6 +61,24 @@ ROWS: Final = (
         "{first} routes the halves of a batch apart, and {second} compares the tokens of a batch",
         f"choose another router, or {_ONE_HALF}",
     ),
+    Row(
+        _HALVES,
+        SHARED_HEADS,
+        "{first} splits what flows from layer to layer by positions, and the layers of {second}"
+        " share arrays that are split by heads",
+        _ONE_HALF,
+    ),
+    Row(
+        is_set("model.loop.connection"),
+        that(
+            "model.residual",
+            "of several arrays",
+            lambda residual: residual.arrays > 1,
+        ),
+        "model.loop.connection has streams of its own, and {second} passes several arrays from"
+        " layer to layer",
+        "set model.residual to standard, or leave model.loop.connection out",
+    ),
     *(
         Row(
             member("model.layers.feed_forward", "two_sizes"),
@@ -118,6 +125,24 @@ ROWS: Final = (
         "set execution.pipeline.weight_gradients to at_once",
     ),
     Row(
+        _STAGES,
+        that(
+            "",
+            "other than the parts of stages",
+            lambda config: (
+                config.training.skipping.groups
+                != config.execution.mesh.stage * config.execution.pipeline_order.chunks
+                if getattr(config.training, "skipping", None)
+                else False
+            ),
+            shown="training.skipping.groups",
+            needs=("training", "execution"),
+        ),
+        "{second} must be {first} times execution.pipeline.chunks, the parts through which"
+        " micro-batches pass",
+        "set training.skipping.groups to that product, or other stages or chunks",
+    ),
+    Row(
         differs("training.skipping.order", "ascending"),
         ONE_STAGE,
         "{first} exchanges stages, and {second} has one",
@@ -128,14 +153,17 @@ ROWS: Final = (
         _SKIPPING,
         that(
             "",
-            "`two_pass` with balancers of whole batches",
-            lambda config: takes_two_passes(config.model, config.training.accumulated_balance),
+            "`two_pass` on stages, with balancers of whole batches",
+            lambda config: (
+                config.execution.mesh.stage > 1
+                and takes_two_passes(config.model, config.training.accumulated_balance)
+            ),
             shown="training.accumulated_balance",
-            needs=("model", "training"),
+            needs=("model", "training", "execution"),
         ),
-        "{second} takes balance losses of whole batches, and with training.skipping layers see"
-        " parts of them",
-        "set training.accumulated_balance to buffer",
+        "{second} takes balance losses of whole batches from a pass through all layers of the"
+        " stages, and with training.skipping layers see parts of them",
+        "set training.accumulated_balance to buffer, or execution.mesh.stage to 1",
     ),
     Row(
         _SKIPPING,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block, sum_losses
-from jaxmoe.layers.carry import carried_arrays
 from jaxmoe.layers.context import LayerContext
-from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.observer import unite
 from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
 from jaxmoe.layers.rows import ExecutionRows
@@ -154,19 +152,6 @@ def check_halves(
             "execution.halves=2 computes whole sequences, and a cache was given: decode with"
             " execution.halves 1"
         )
-    carried = carried_arrays(context, execution)
-    wide = [name for name, array in carried.items() if not array.is_by_token]
-    if wide:
-        raise ValueError(
-            "execution.halves=2 splits what flows from layer to layer by positions, and shared"
-            f" {' and '.join(wide)} of model.attention are split by heads: set execution.halves to"
-            " 1"
-        )
-    if any(mixer.rearranges_rows for mixer in context.mixers):
-        raise ValueError(
-            "execution.halves=2 takes every other row, and the streams of a sequence are rows next"
-            " to one another: set execution.halves to 1"
-        )
     number, length = shape
     shards = devices(ax.ACT_BATCH)
     if number % (2 * shards):
@@ -182,23 +167,6 @@ def check_halves(
             f" {LEAST_TOKENS} with execution.halves=2: raise training.batch_size or"
             " training.sequence_length, lower training.accumulation, or set execution.halves to 1"
         )
-    for feed_forward in context.feed_forwards:
-        if feed_forward.is_routed and (comparison := _comparison(cast(MoEConfig, feed_forward))):
-            raise ValueError(
-                f"execution.halves=2 routes the halves of a batch apart, and {comparison} compares"
-                " the tokens of a batch: choose another router, model.moe.capacity None, or set"
-                " execution.halves to 1"
-            )
-
-
-def _comparison(moe: MoEConfig) -> str | None:
-    """Return the field and value by which tokens of a batch compete; None if they do not."""
-    if moe.capacity is not None:
-        return f"model.moe.capacity={moe.capacity}"
-    traits = moe.router.traits
-    if traits.sees_others or traits.evens_load:
-        return f"model.moe.router {moe.router.name!r}"
-    return None
 
 
 def split(tree: Any, placement: Placement) -> tuple[Any, Any]:

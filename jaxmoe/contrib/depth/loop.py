@@ -91,8 +91,8 @@ class LoopConfig(LayerLoop):
         """Return the numbers of the layers of the block."""
         return range(self.first, num_layers if self.last is None else self.last + 1)
 
-    def check(self, num_layers: int, arrays: int) -> None:
-        """Refuse layers that do not exist, and a connection around several arrays."""
+    def check(self, num_layers: int) -> None:
+        """Refuse layers that do not exist."""
         for field in ("first", "last"):
             number = getattr(self, field)
             if number is not None and number >= num_layers:
@@ -100,12 +100,6 @@ class LoopConfig(LayerLoop):
                     f"model.loop.{field}={number} must be at most {num_layers - 1}, the number of"
                     " the last layer"
                 )
-        if self.connection is not None and arrays > 1:
-            raise ValueError(
-                f"model.loop.connection has streams of its own, and model.residual passes {arrays}"
-                " arrays from layer to layer: take the standard residual, or leave the connection"
-                " out"
-            )
 
     def flops_per_token(self, embed_dim: int) -> float:
         """Return the FLOPs of the connections beyond the parameters', forward and backward.

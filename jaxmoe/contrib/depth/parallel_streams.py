@@ -33,7 +33,6 @@ from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import flash_attention
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
 from sharding import axes as ax
-from sharding.sequence_parallel.attend import sequence_ranks
 
 _STREAM: Final = (ax.ACT_BATCH, ax.ACT_SEQ, None)
 
@@ -153,11 +152,6 @@ class StreamAttention(Attention):
     ) -> Attended:
         config = self.config
         placement = self.execution.placement
-        if cache is None and (ranks := sequence_ranks(placement)) > 1:
-            raise ValueError(
-                f"execution.mesh.seq cuts sequences into {ranks} parts, and model.attention"
-                f" {config.name!r} merges whole rows: set execution.mesh.seq to 1"
-            )
         attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=keeps_lse)
         out = attended.out
         logits = attended.logits

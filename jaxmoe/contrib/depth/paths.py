@@ -68,9 +68,9 @@ def choose_paths(
     if left_out >= max(len(free), 1) or _has_neighbours(free, left_out):
         raise ValueError(
             f"training.skipping.ratio={ratio} leaves out {left_out} of"
-            f" training.skipping.groups={groups}, of which {len(free)} may be left out"
-            f" (training.skipping.never={tuple(never)}), and no two neighbours at once: choose a"
-            " smaller ratio, or fewer groups in never"
+            f" training.skipping.groups={groups}, and at most {_most(free)} of the {len(free)} that"
+            f" are not in training.skipping.never={tuple(never)} may be left out, no two neighbours"
+            " at once: choose a smaller ratio, or fewer groups in never"
         )
     places = {group: place for place, group in enumerate(free)}
     ascending = last = tuple(range(groups))
@@ -89,6 +89,15 @@ def choose_paths(
 def _is_left_out(place: int, micro: int, left_out: int, free: int) -> bool:
     """Return whether a micro-batch leaves out the group at a place among the free ones."""
     return (place - micro) * left_out % free < left_out
+
+
+def _most(free: list[int]) -> int:
+    """Return how many groups a micro-batch may leave out."""
+    return max(
+        number
+        for number in range(max(len(free), 1))
+        if not number or not _has_neighbours(free, number)
+    )
 
 
 def _has_neighbours(free: list[int], left_out: int) -> bool:

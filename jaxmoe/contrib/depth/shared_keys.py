@@ -83,12 +83,12 @@ class SharedKeysConfig(AttentionConfig):
 
     def carries(self, context: LayerContext, execution: ExecutionConfig) -> dict[str, CarriedArray]:
         """Return the keys and values of the last layer that computed some."""
-        del context
+        del context, execution
         array = CarriedArray(
             features=(self.num_kv_heads, self.head_dim),
             axes=(ax.ACT_KV_HEADS, None),
             positions=ax.ACT_SEQ_INNER,
-            dtype=execution.precision.compute_dtype,
+            dtype=None,
         )
         return {"keys": array, "values": array}
 

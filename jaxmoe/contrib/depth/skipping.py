@@ -175,15 +175,6 @@ class SkippingConfig(Skipping):
                 f"training.skipping.groups={self.groups} must divide the {scan.length} {kind} of"
                 f" {scan.name}"
             )
-        stages = execution.mesh.stage
-        chunks = execution.pipeline_order.chunks
-        if stages > 1:
-            if self.groups != stages * chunks:
-                raise ValueError(
-                    f"training.skipping.groups={self.groups} must be execution.mesh.stage x"
-                    f" execution.pipeline.chunks = {stages} x {chunks}: set it to"
-                    f" {stages * chunks}, or other stages or chunks"
-                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class MaskedDiffusionConfig(Objective):
     """Predict masked tokens from the rest of the row; needs attention.is_causal False."""
 
     name: ClassVar[str] = "masked_diffusion"
+    is_causal: ClassVar[bool] = False
     reads_loss_weights: ClassVar[bool] = False
     floor_note: ClassVar[str | None] = "where no token is given"
     """Condition under which `entropy_floor` differs from the entropy of the next token."""
@@ -80,16 +81,11 @@ class MaskedDiffusionConfig(Objective):
         return self.eval_times
 
     def check(self, model: ModelConfig) -> None:
-        """Raise if the model is causal or has no id for the mask.
+        """Raise if the model has no id for the mask.
 
         Raises:
             ValueError: Names the field.
         """
-        if model.attention.is_causal:
-            raise ValueError(
-                "masked diffusion predicts a token from both sides, and"
-                " model.attention.is_causal=True hides all that follows it: set it to False"
-            )
         if model.vocab_size < 2:
             raise ValueError(
                 f"model.vocab_size={model.vocab_size} must be at least 2: its last id is the mask"

@@ -128,11 +128,7 @@ def _check_config(
             f"{path} holds a model that is not causal (model.attention.is_causal=False), which has"
             " no likelihood of the next token"
         )
-    if config.execution.mesh.stage > 1:
-        raise ValueError(
-            f"{path} has execution.mesh.stage={config.execution.mesh.stage}, and an ensemble is"
-            " computed without stages: give a mesh, such as --mesh.data -1"
-        )
+    config.execution.check_one_stage(f"{path} is a member of an ensemble, which has whole models")
     length = config.training.sequence_length
     first_length = first.training.sequence_length
     if length != first_length:

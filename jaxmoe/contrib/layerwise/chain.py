@@ -119,15 +119,14 @@ class Chain:
             ValueError: The layers are on several stages, positions are cut, weights are quantised,
                 a sequence has several streams, or a connection surrounds a loop.
         """
-        sizes = execution.mesh
         loop = model.loop
         first = model.kinds[0].mixer
-        for axis in ("stage", "seq"):
-            if getattr(sizes, axis) > 1:
-                raise ValueError(
-                    f"execution.mesh.{axis}={getattr(sizes, axis)}: layers are called one by one on"
-                    f" whole rows: choose --run.mesh.data and leave {axis} at 1"
-                )
+        execution.check_one_stage("layers are called one by one on whole models")
+        if execution.mesh.seq > 1:
+            raise ValueError(
+                f"execution.mesh.seq={execution.mesh.seq}: layers are called one by one on whole"
+                " rows: set mesh.seq to 1"
+            )
         if not execution.precision.has_floating_weights:
             raise ValueError(
                 f"execution.precision.weights={execution.precision.weights}: layers are called one"

@@ -60,25 +60,14 @@ class SweptLayersConfig(NextTokenConfig):
         """Raise if the model cannot be trained with it.
 
         Raises:
-            ValueError: It is not causal, or its layers cannot be evaluated in parallel.
+            ValueError: Its layers cannot be evaluated in parallel.
         """
-        NextTokenConfig.check(self, model)
         parallel_scan(model)
 
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
     ) -> Batch:
-        """Return the batch of a training step unchanged.
-
-        Raises:
-            ValueError: The layers of the current mesh are on several stages.
-        """
-        stages = jax.sharding.get_abstract_mesh().shape.get("stage", 1)
-        if stages > 1:
-            raise ValueError(
-                f"execution.mesh.stage={stages}: training.objective {self.name!r} evaluates all"
-                " layers at once: set execution.mesh.stage to 1, or the objective to next_token"
-            )
+        """Return the batch of a training step unchanged."""
         return NextTokenConfig.prepare(self, model, batch, key, placement)
 
     def further_loss(
@@ -99,17 +88,7 @@ class SweptLayersConfig(NextTokenConfig):
             batch: Rows.
             loss_of: Summed loss of activations after the final norm.
             given: Arguments of the pass: key, router state.
-
-        Raises:
-            ValueError: The pass rewrites the parameters of layers, or gathers them once a step.
         """
-        for field, value in (("training.gradients", "view"), ("execution.rules", "whole")):
-            if given.get(value) is not None:
-                raise ValueError(
-                    f"{field} gives layers other parameters than those that are stored, which"
-                    f" training.objective {self.name!r} reads: set training.gradients to backprop"
-                    " and execution.rules to fully_sharded or data_parallel"
-                )
         chain = Chain.of(model, execution, params, given.get("router_state"))
         segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
         streams = sweep_streams(

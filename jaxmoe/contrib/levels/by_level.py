@@ -51,20 +51,6 @@ class LevelsConfig(SequenceForm):
     layout: ClassVar[SequenceLayout] = "zigzag"
     reads: ClassVar[tuple[str, ...]] = (LEVEL,)
 
-    def check_mesh(self, *, seq: int, seq_inner: int) -> None:
-        """Check that mesh.seq is a power of two.
-
-        Raises:
-            ValueError: It is not.
-        """
-        del seq_inner
-        if seq != -1 and seq & (seq - 1):
-            below = 1 << (seq.bit_length() - 1)
-            raise ValueError(
-                f"mesh.seq={seq} must be a power of two for execution.sequence_parallel 'levels':"
-                f" set it to {below} or {2 * below}, or take ring"
-            )
-
     def mesh_fold(self, fold: MoEMesh | None, seq: int) -> MoEMesh | None:
         """Return a fold that cuts mesh.seq into pieces of 2."""
         cuts = tuple(2**i for i in range(1, max(seq, 1).bit_length() - 1))

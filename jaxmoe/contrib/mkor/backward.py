@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmoe import combinations
 from jaxmoe.contrib.mkor.probes import TOKENS, probe_view, probed_rows, zero_probes
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.view import View, check_view
@@ -39,34 +41,11 @@ class ProbedBackward(MicroBatchBackward):
                 parameters itself, products in 8 bits, an update in parts, or a mixer whose
                 matrices have no probes.
         """
-        execution = step.execution
-        start = "optimizer:mkor measures every dense matrix"
-        if not step.gradients.is_backward:
-            raise ValueError(
-                f"training.gradients:{step.gradients.name} has no backward pass, and optimizer:mkor"
-                " reads output gradients: choose another optimizer"
-            )
-        if execution.mesh.stage > 1:
-            raise ValueError(
-                f"{start}, and a stage has some of the layers: execution.mesh.stage="
-                f"{execution.mesh.stage} must be 1"
-            )
-        check_view(execution)
-        if execution.encoded_product is not None:
-            raise ValueError(
-                f"{start}, and execution.precision.matmul rounds their operands: set it to full"
-            )
-        if execution.updates_in_parts:
-            raise ValueError(
-                f"{start}, and its statistics are those of all layers: set"
-                " execution.offload.parts to 1"
-            )
-        for kind in step.model.kinds:
-            if not kind.mixer.can_quantize:
-                raise ValueError(
-                    f"{start}, and those of the mixer {kind.mixer.name!r} cannot be measured:"
-                    " choose optimizer:adamw"
-                )
+        optimizer = types.SimpleNamespace(name="mkor")
+        combinations.check(
+            model=step.model, optimizer=optimizer, execution=step.execution, training=step
+        )
+        check_view(step.execution)
 
     def differentiate(
         self,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from jax.sharding import Mesh
 
+from jaxmoe import combinations
 from jaxmoe.contrib import rl
 from jaxmoe.contrib.rl.rewards import ArithmeticConfig, RewardBase
 from jaxmoe.data import Source
@@ -83,22 +84,7 @@ class RolloutsConfig(FeedConfig):
                 "rl.stop holds an empty text, which every answer contains: leave it out"
             )
         self.reward.check()
-        if self.sync != "copy" and not self.staleness:
-            raise ValueError(
-                f"rl.sync={self.sync} updates parameters that the engine keeps, and with"
-                " rl.staleness=0 it answers by those in training: set rl.staleness to 1 or more"
-            )
-        if self.staleness and self.old == "trainer" and self.truncation is None:
-            raise ValueError(
-                f"rl.staleness={self.staleness} draws answers by earlier parameters, and with"
-                " rl.old=trainer they would be trained as if those in training had drawn them: set"
-                " rl.old to engine, or rl.truncation, such as 2"
-            )
-        if self.truncation is not None and self.old != "trainer":
-            raise ValueError(
-                f"rl.truncation={self.truncation} compares trainer and engine, and rl.old="
-                f"{self.old} computes no log-probabilities again: set rl.old to trainer"
-            )
+        combinations.check(rl=self)
         if self.truncation is not None and self.truncation <= 0.0:
             raise ValueError(f"rl.truncation={self.truncation} must be above 0, or None")
 
@@ -140,7 +126,7 @@ class RolloutsConfig(FeedConfig):
             )
 
     def check_run(self, config: PretrainConfig) -> None:
-        """Refuse batches that are not the answers of a step, and rows shorter than an answer.
+        """Refuse rows shorter than an answer.
 
         Args:
             config: Run of which these are the rollouts.
@@ -149,11 +135,6 @@ class RolloutsConfig(FeedConfig):
             ValueError: Names the fields.
         """
         training = config.training
-        if training.batch_size != self.num_answers:
-            raise ValueError(
-                f"training.batch_size={training.batch_size} must be rl.prompts x rl.group ="
-                f" {self.num_answers} at every step: set it so"
-            )
         if training.sequence_length < self.max_tokens:
             raise ValueError(
                 f"training.sequence_length={training.sequence_length} must be at least"

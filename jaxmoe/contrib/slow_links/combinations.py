@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.combinations import Row, above, differs, equals, is_set, member, that, trait
+from jaxmoe.choices import above, differs, equals, is_set, member, no_member, that, trait
+from jaxmoe.combinations import Row
 
 _WORKERS: Final = that("replicas", "with workers", lambda method: method.exchanges != "nothing")
 _MERGED: Final = that(
@@ -61,6 +62,34 @@ ROWS: Final = (
         is_set("training.average"),
         "{first} merges the parameters of workers, and {second} averages those of one",
         "choose replicas:none, or leave out training.average",
+    ),
+    Row(
+        _MERGED,
+        trait("model.adapter", "has_after_step", "that changes the state"),
+        "{first} merges the parameters of workers, and {second} changes them after each step",
+        "choose replicas:none",
+    ),
+    Row(
+        member("replicas", "one_bit_adam", shown="replicas.momentum"),
+        that(
+            "",
+            "other than replicas.momentum",
+            lambda config: (
+                getattr(config.optimizer, "beta1", config.replicas.momentum)
+                != config.replicas.momentum
+            ),
+            shown="optimizer.beta1",
+            needs=("optimizer", "replicas"),
+        ),
+        "{second} must be that of the momentum which workers agree on, {first}",
+        "set one to the other",
+    ),
+    Row(
+        member("replicas", "one_bit_adam"),
+        no_member("optimizer", "adamw"),
+        "{second} cannot take the momentum that workers of {first} agreed on, since that needs"
+        " second moments of all parameters",
+        "choose optimizer:adamw",
     ),
     Row(
         _WORKERS,

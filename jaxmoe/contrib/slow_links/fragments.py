@@ -145,8 +145,8 @@ def cut_fragments(leaves: Sequence[Leaf], count: int) -> tuple[Fragment, ...]:
         fragments[lightest].append(leaf.path)
     if not strided and not all(fragments):
         raise ValueError(
-            f"replicas.fragments={count} leaves a fragment without parameters: choose a number that"
-            " divides model.num_layers"
+            f"replicas.fragments={count} leaves a fragment without parameters: choose a divisor of"
+            " model.num_layers"
         )
     return tuple(
         Fragment(number, count, tuple(strided), tuple(fragments[number])) for number in range(count)

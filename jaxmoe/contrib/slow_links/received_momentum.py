@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxmoe.optim import AdamWConfig, GroupMembers, Optimizer
+from jaxmoe.optim import AdamWConfig, GroupMembers
 from jaxmoe.optim.steps import spread, straight_steps
 
 
@@ -36,31 +36,14 @@ class ReceivingAdamW(AdamWConfig):
     """Updates from gradients."""
 
     @classmethod
-    def of(cls, optimizer: Optimizer, after: int, *, beta1: float) -> ReceivingAdamW:
+    def of(cls, optimizer: AdamWConfig, after: int) -> ReceivingAdamW:
         """Return AdamW with the numbers of a run.
 
         Args:
             optimizer: Optimiser of the run.
             after: Updates from gradients, after which the second moments stay.
-            beta1: Decay rate of the first moments that arrive.
-
-        Raises:
-            ValueError: The optimiser has no second moments for all parameters, or another decay
-                rate.
         """
-        if optimizer.name != AdamWConfig.name:
-            raise ValueError(
-                f"optimizer {optimizer.name!r} cannot take the momentum that workers agreed on"
-                f" after {after} updates, since that needs second moments of all parameters: choose"
-                " optimizer:adamw"
-            )
-        fields = dataclasses.asdict(optimizer)
-        if beta1 != fields["beta1"]:
-            raise ValueError(
-                f"optimizer.beta1={fields['beta1']} must be that of the momentum which workers"
-                f" agree on, replicas.momentum={beta1}: set one to the other"
-            )
-        return cls(**fields, after=after)
+        return cls(**dataclasses.asdict(optimizer), after=after)
 
     def transformation(self, members: GroupMembers) -> optax.GradientTransformation:
         """Return the steps for the group."""

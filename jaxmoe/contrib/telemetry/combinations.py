@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.combinations import Row, above, is_set, member
+from jaxmoe.choices import above, is_set, member
+from jaxmoe.combinations import Row
 
 _COMPARISON: Final = member("parts.*", "gradient_comparison", shown="parts")
 _WAY_OUT: Final = "leave gradient_comparison out of parts"

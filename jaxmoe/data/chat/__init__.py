@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jaxmoe import combinations
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.chat.built_in import ChatML, Plain
 from jaxmoe.data.chat.conversations import Conversations
@@ -98,11 +99,7 @@ class ChatConfig(ReadingConfig):
                 "data.tokenizer:ids has no text, and conversations are text: choose"
                 " data.tokenizer:bytes, :file or :trained"
             )
-        if self.template == "tokenizer" and self.tokenizer.file is None:
-            raise ValueError(
-                "data.template=tokenizer reads the chat_template beside a tokenizer.json: give one"
-                " with data.tokenizer:file --data.tokenizer.path DIR, or choose chatml or plain"
-            )
+        combinations.check(data=self)
 
     def for_evaluation(self) -> ChatConfig:
         """Return the config that holds out all files, unless it names held-out files."""

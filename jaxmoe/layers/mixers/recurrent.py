@@ -50,9 +50,8 @@ def parts_of(tokens: TokenInputs, placement: Placement) -> tuple[str, ...]:
     axes = tuple(axis for axis in axes if shape.get(axis, 1) > 1)
     if axes and tokens.order is not None:
         raise ValueError(
-            "recurrent layers on rows cut over mesh.seq need the tokens in their order, and"
-            " data.packing levels or a layout by document has another: set data.packing to best_fit"
-            " and execution.sequence_parallel.layout to contiguous"
+            "recurrent layers on rows cut over mesh.seq need the tokens in their order, and another"
+            " was given: pass order=None"
         )
     return axes
 

@@ -140,8 +140,8 @@ def branched_state(
     if manifest.step >= training.steps:
         raise ValueError(
             f"training.steps={training.steps} must be at least {manifest.step + 1}, for"
-            f" checkpoint.initial.path={config.initial_path} has done step {manifest.step}: give more steps,"
-            " or an earlier checkpoint.initial.step"
+            f" checkpoint.initial.path={config.initial_path} has done step {manifest.step}: give"
+            " more steps, or an earlier checkpoint.initial.step"
         )
     check(manifest)
     manager = CheckpointManager(directory, is_writer=False, verify=config.safeguards.verify)

@@ -91,11 +91,7 @@ def make_decoded_loss(
             " pages could be selected: leave --cache_pages out"
         )
     check_reading(model, execution)
-    if execution.mesh.stage > 1:
-        raise ValueError(
-            f"execution.mesh.stage={execution.mesh.stage} cuts the layers, and tokens are decoded"
-            " by whole models: give a mesh without stages, such as run.mesh.data=1"
-        )
+    execution.check_one_stage("tokens are decoded by whole models")
     rows = (ax.ACT_BATCH, None)
 
     def place(x: Any) -> Array:

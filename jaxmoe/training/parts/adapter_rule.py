@@ -30,14 +30,6 @@ class AdapterRule(StepPart):
         """Refuse an execution that the adapter cannot be trained with."""
         self.adapter.check_execution(step.execution)
 
-    def check_workers(self, replicas: str) -> None:
-        """Refuse all, if the adapter changes the state of one model."""
-        if self.adapter.has_after_step:
-            raise ValueError(
-                f"replicas:{replicas} merges the parameters of workers, and"
-                f" adapter:{self.adapter.name} changes them after each step: choose replicas:none"
-            )
-
     def init(self, start: Start) -> Any:
         """Return what the adapter carries from step to step."""
         key = jax.random.fold_in(start.key, 2)

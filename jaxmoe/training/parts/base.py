@@ -86,17 +86,6 @@ class StepPart:
         """
         del step
 
-    def check_workers(self, replicas: str) -> None:
-        """Refuse workers that train copies of the parameters of their own and merge them.
-
-        Args:
-            replicas: Name of the method.
-
-        Raises:
-            ValueError: See the part.
-        """
-        del replicas
-
     def init(self, start: Start) -> Any:
         """Return the state before the first step; None for a part without one.
 

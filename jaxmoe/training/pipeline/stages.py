@@ -155,15 +155,6 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
         return
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)
     pipeline.check(stages, accumulation)
-    carried = model.carries(execution)
-    wide = [name for name, array in carried.items() if not array.is_by_token]
-    if wide:
-        raise ValueError(
-            f"the layers of model.attention {model.attention.name!r} take {' and '.join(wide)} of"
-            f" earlier layers, which execution.mesh.stage={stages} would pass on between stages"
-            " with every micro-batch: set execution.mesh.stage to 1, or model.attention to"
-            " grouped_query"
-        )
 
 
 def cut_scan(scan: Scan, groups: int) -> Scan:

@@ -413,9 +413,7 @@ def test_pretokenised_ids_are_read(tmp_path):
 
 def test_fewer_rows_than_a_batch_are_refused(tmp_path):
     source = FilesConfig(path=(_jsonl("a.jsonl", _texts(10)),)).build()
-    with pytest.raises(
-        DataError, match="the train split has .* rows of sequence_length=512, fewer"
-    ):
+    with pytest.raises(DataError, match="the train split has .* rows of sequence_length=512, and"):
         Loader(source, batch_size=64, sequence_length=512, seed=0)
     with pytest.raises(DataError, match="more than the validation split holds"):
         evaluation_batches(source, batch_size=1, sequence_length=512, num_batches=99)

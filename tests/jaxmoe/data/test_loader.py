@@ -283,8 +283,9 @@ def test_token_ids_outside_the_vocabulary_are_refused():
         ({"seed": -1}, "seed=-1 must not be negative"),
         (
             {"batch_size": 11},
-            "the train split has 10 rows of sequence_length=3, fewer than batch_size=11: lower "
-            "one of them (--training.sequence_length, --training.batch_size), or bring more data",
+            "the train split has 10 rows of sequence_length=3, and batch_size=11 must be at most "
+            "that: lower one of them (--training.sequence_length, --training.batch_size), or bring "
+            "more data",
         ),
     ],
 )

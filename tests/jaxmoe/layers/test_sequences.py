@@ -193,20 +193,13 @@ def test_every_router_sees_the_same_tokens(name):
 
 
 REFUSALS = {
-    "capacity": (
-        {"moe": dataclasses.replace(WIDE.moe, capacity=CapacityConfig())},
-        RingConfig(),
-        "model.moe.capacity fills the experts in the order of a sequence's tokens, and"
-        " execution.sequence_parallel 'ring' holds them in zigzag order: set"
-        " execution.sequence_parallel.layout to contiguous, take ulysses, or set"
-        " model.moe.capacity to None",
-    ),
     "heads": (
         {},
         UlyssesConfig(),
-        "execution.sequence_parallel 'ulysses' exchanges heads over mesh.seq=8, and a device has 12"
-        " query and 4 key heads (attention.num_heads=12, attention.num_kv_heads=4, mesh.tensor=1):"
-        " set mesh.seq to 1, 2, 4, or execution.sequence_parallel to ring or all_gather",
+        "execution.sequence_parallel 'ulysses' exchanges heads, and the 12 query and 4 key heads of"
+        " a device (attention.num_heads=12, attention.num_kv_heads=4, mesh.tensor=1) must be"
+        " divisible by mesh.seq=8: set mesh.seq to 1, 2, 4, or execution.sequence_parallel to ring"
+        " or all_gather",
     ),
 }
 
@@ -225,7 +218,8 @@ def test_usp_without_matching_fold_is_refused():
         ExecutionConfig(mesh=MeshConfig(seq=4), sequence_parallel=UlyssesRingConfig())
     assert str(error.value) == (
         "execution.sequence_parallel.ulysses=2 exchanges heads within pieces of mesh.seq, and"
-        " execution.fold.seq_inner=1 is their size: set it to 2"
+        " execution.fold.seq_inner=None is their size: set execution.fold.seq_inner to"
+        " execution.sequence_parallel.ulysses"
     )
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxmoe import combinations
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixers import AttentionConfig, Mamba2Config, MambaConfig
-from jaxmoe.layers.sequences import check_rows
 from jaxmoe.models.config import LayerConfig, ModelConfig, MoEConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.models.transformer import Transformer
@@ -199,9 +199,6 @@ def test_plans_count_a_state_where_there_is_one():
 
 
 def test_cut_sequences_in_another_order_are_refused():
-    text = (
-        "execution.mesh.seq cuts sequences into 2 parts, and the state of .* mamba2.*zigzag order"
-    )
     execution = ExecutionConfig(mesh=MeshConfig(seq=2), sequence_parallel=RingConfig())
-    with pytest.raises(ValueError, match=text):
-        check_rows(MODEL.context, execution, LENGTH, {"seq": 2})
+    with pytest.raises(ValueError, match="the state of .*mamba2.*layout=zigzag is another"):
+        combinations.check(model=MODEL, execution=execution)

@@ -92,7 +92,7 @@ def test_bad_fields_are_refused(name):
     with pytest.raises(ValueError) as error:
         SCHEDULES[name](warmup_steps=20).build(20)
     assert str(error.value) == (
-        "schedule.warmup_steps=20 must be below the number of steps (20):"
+        "schedule.warmup_steps=20 must be at most 19, below the number of steps (20):"
         " shorten the warm-up, or train longer (training.steps)"
     )
 
@@ -102,9 +102,9 @@ def test_a_run_shorter_than_warm_up_and_decay_is_refused():
     with pytest.raises(ValueError) as error:
         schedule.build(30)
     assert str(error.value) == (
-        "schedule.decay_fraction=0.4 of 30 steps begins at step 18, before"
-        " schedule.warmup_steps=20 have passed: set schedule.warmup_steps to 18 or less, or lower"
-        " schedule.decay_fraction"
+        "schedule.warmup_steps=20 must be at most 18, the step at which"
+        " schedule.decay_fraction=0.4 of 30 steps begins: set schedule.warmup_steps to 18 or less,"
+        " or lower schedule.decay_fraction"
     )
     WarmupStableDecayConfig(warmup_steps=18, decay_fraction=0.4).build(30)
 

@@ -73,7 +73,7 @@ FOLDED = ExecutionConfig(
 def test_every_method_is_the_same_on_a_folded_mesh(name):
     moe = method(name)
     if name == "soft_moe":
-        with pytest.raises(ValueError, match="^model.moe.router 'soft_moe' mixes whole sequences"):
+        with pytest.raises(ValueError, match="^model.moe.router:soft_moe mixes whole sequences"):
             loss_on_mesh(moe, execution=FOLDED)
     elif moe.router.traits.is_causal:
         model = dataclasses.replace(TINY, moe=moe)

@@ -17,7 +17,7 @@ from jaxmoe.run.assemble import assemble
 from jaxmoe.training import MaskedDiffusionConfig
 from sharding import MeshConfig, MoEMesh
 from sharding.expert_parallel import AllToAllConfig
-from sharding.sequence_parallel import RingConfig, TokenRingConfig, UlyssesConfig, UlyssesRingConfig
+from sharding.sequence_parallel import RingConfig, TokenRingConfig, UlyssesRingConfig
 
 
 def config(method="mixtral", num_kv_heads=8, window=None, **execution):
@@ -59,15 +59,6 @@ REFUSED = {
     "chunks_of_tokens": (
         config(mesh=EXPERTS, dispatcher=AllToAllConfig(num_chunks=5)),
         "num_chunks=5 must divide the tokens of a device (48): choose a divisor, 1 for all at once",
-    ),
-    "mixed_sequences": (
-        config(
-            "soft_moe",
-            mesh=MeshConfig(data=2, expert=2, seq=2),
-            sequence_parallel=UlyssesConfig(),
-            dispatcher=AllToAllConfig(),
-        ),
-        "model.moe.router 'soft_moe' mixes whole sequences, and the mesh cuts them along seq",
     ),
     "usp_in_one_piece": (
         config(

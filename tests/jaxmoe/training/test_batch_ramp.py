@@ -98,8 +98,8 @@ def test_the_position_knows_of_the_ramp():
         ),
         (
             lambda: BatchRampConfig().build(20, 16),
-            "training.batch_ramp.fraction=0.05 of training.steps=20 is 1 steps, too few for 3"
-            " stages: choose a larger fraction or fewer stages",
+            "training.batch_ramp.fraction=0.05 of training.steps=20 is 1 steps, and must be at"
+            " least 3, one for each of its stages: choose a larger fraction or fewer stages",
         ),
         (
             lambda: BatchRampConfig(fraction=1.0),

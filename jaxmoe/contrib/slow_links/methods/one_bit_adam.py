@@ -17,8 +17,9 @@ Norms and routers travel whole.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from jaxmoe import combinations
 from jaxmoe.contrib.slow_links.codec import Codec, error_feedback, plain
 from jaxmoe.contrib.slow_links.codecs.sign import sign, two_sided_mean
 from jaxmoe.contrib.slow_links.exchange import About, Exchange
@@ -31,6 +32,7 @@ from jaxmoe.contrib.slow_links.gradient_method import (
     separately,
 )
 from jaxmoe.contrib.slow_links.received_momentum import ReceivingAdamW, received_moments
+from jaxmoe.optim import AdamWConfig
 from jaxmoe.optim.groups import Optimizer
 
 
@@ -58,7 +60,8 @@ class OneBitAdamConfig(GradientBase):
 
     def adapt(self, optimizer: Optimizer, steps: int) -> Optimizer:
         """Return the optimiser; see the base class."""
-        return ReceivingAdamW.of(optimizer, self.updates_before(steps), beta1=self.momentum)
+        combinations.check(replicas=self, optimizer=optimizer)
+        return ReceivingAdamW.of(cast(AdamWConfig, optimizer), self.updates_before(steps))
 
     def build(self, facts: TrainingFacts) -> GradientMethod:
         """Return the method; see the base class."""

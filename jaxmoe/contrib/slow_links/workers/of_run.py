@@ -112,7 +112,5 @@ class RunWorkers(OneWorker):
         if self._config.exchanges == "gradients":
             config = cast("GradientBase", self._config)
             return GradientTraining.of(config, self._table, step, self._steps)
-        for part in step.chain:
-            part.check_workers(self._config.name)
         config = cast("ReplicasBase", self._config)
         return WorkerTraining.of(config, self._table, step, self._steps, self._member)

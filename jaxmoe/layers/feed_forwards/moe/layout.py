@@ -72,8 +72,6 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
         return MoELayout(
             received, expert_positions, experts, current_route(execution), gathers_width
         )
-    if experts.all:
-        _check_whole(moe, positions, mesh)
     return MoELayout((), (), experts, current_route(execution), gathers_width)
 
 
@@ -95,8 +93,7 @@ def check_layout(
         mesh: {axis or piece of one: size}.
 
     Raises:
-        ValueError: A router that mixes tokens, with experts spread and sequences cut; or
-            assignments that the chunks of the dispatcher cannot cut, or that cannot move.
+        ValueError: Assignments that the chunks of the dispatcher cannot cut, or that cannot move.
     """
     rules = execution.axis_rules
     dispatcher = execution.dispatcher
@@ -106,8 +103,6 @@ def check_layout(
 
     if not dispatcher.spreads_experts:
         return
-    if moe.router.traits.mixes_tokens:
-        _check_whole(moe, rules.mesh_axes(ax.ACT_SEQ), mesh)
     if devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
         tokens = sequences * length // devices(ax.ACT_SEQ)
         is_token_major = moe.router.traits.is_token_major
@@ -115,15 +110,6 @@ def check_layout(
         if (route := token_route(dispatcher)) is not None and places > 1:
             route.check_tokens(tokens, places, is_token_major=is_token_major)
         dispatcher.check_tokens(tokens, is_token_major=is_token_major)
-
-
-def _check_whole(moe: MoEConfig, positions: tuple[str, ...], mesh: Mapping[str, int]) -> None:
-    """Refuse sequences that are cut, for a router that mixes their tokens."""
-    if cut := [axis for axis in positions if mesh.get(axis, 1) > 1]:
-        raise ValueError(
-            f"model.moe.router {moe.router.name!r} mixes whole sequences, and the mesh cuts them"
-            f" along {', '.join(cut)}: set execution.dispatcher to local, or these axes to 1"
-        )
 
 
 def check_dispatcher(

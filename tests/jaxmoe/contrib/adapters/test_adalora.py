@@ -180,8 +180,8 @@ def test_orthonormal_factors_have_no_loss():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_rank": 5}, "target_rank=5 must be from 1 to adapter.rank=4"),
-        ({"final": 2}, "initial=2 must be 0 or more and below adapter.final=2"),
+        ({"target_rank": 5}, "target_rank=5 must be at least 1 and at most adapter.rank=4"),
+        ({"final": 2}, "initial=2 must be at least 0 and below adapter.final=2"),
         ({"interval": 0}, "interval=0 must be at least 1"),
         ({"uncertainty_decay": 1.0}, "uncertainty_decay=1.0 must lie between 0 and 1"),
     ],

@@ -164,8 +164,11 @@ def test_decoding_with_a_mixture_equals_one_pass(name):
     ("make", "message"),
     [
         (lambda: LoraMixerConfig(targets=TargetsConfig(roles=("expert_in",))), "expert_in cannot"),
-        (lambda: LoraMixerConfig(members=2), "top_k=3 must be from 1 to adapter.members=2"),
-        (lambda: TaskLoraConfig(task=4), "task=4 must be from 0 to 3"),
+        (
+            lambda: LoraMixerConfig(members=2),
+            "top_k=3 must be at least 1 and at most adapter.members=2",
+        ),
+        (lambda: TaskLoraConfig(task=4), "task=4 must be at least 0 and at most 3"),
         (lambda: MultiHeadRoutingConfig(splits=0), "splits=0 must be at least 1"),
         (lambda: RemixConfig(draws=1), "draws=1 must be at least 2: the router is trained by"),
     ],

@@ -115,8 +115,8 @@ def test_a_fold_computes_what_the_pools_do():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"equivalent_rank": 5}, "equivalent_rank=5 must be from 1 to adapter.rank=4"),
-        ({"private": 2}, "private=2 must be 0 or more and below adapter.equivalent_rank=2"),
+        ({"equivalent_rank": 5}, "equivalent_rank=5 must be at least 1 and at most adapter.rank=4"),
+        ({"private": 2}, "private=2 must be at least 0 and below adapter.equivalent_rank=2"),
         ({"shards": 0}, "shards=0 must be at least 1"),
         ({"shards": 3}, "shards=3 must divide the inputs of"),
         ({"targets": TargetsConfig(roles=("head",))}, "head lie outside of them: leave them out"),

@@ -185,5 +185,5 @@ def test_steps_that_cannot_compare_passes_are_refused():
     with pytest.raises(ValueError, match="training.gradients:spsa has no backward pass"):
         make_train_step(MODEL, SGD, gradients=SPSAConfig(), clip=None)
     halves = ExecutionConfig(halves=2)
-    with pytest.raises(ValueError, match="execution.halves=2: adapter:remix compares"):
+    with pytest.raises(ValueError, match="adapter:remix compares .* execution.halves=2"):
         make_train_step(MODEL, SGD, execution=halves)

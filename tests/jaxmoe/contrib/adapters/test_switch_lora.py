@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
+from jaxmoe import combinations
 from jaxmoe.adapters import StepGiven, SwitchLoraConfig, TargetsConfig, fold_adapters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import adamw
@@ -150,7 +151,7 @@ def test_swaps_come_at_the_rate_that_falls():
     [
         ({"candidates": 3}, "candidates=3 must be at least the rank, 4"),
         ({"rate": 2.0}, "rate=2.0 must lie between 0 and 1"),
-        ({"steps": 0}, "adapter.steps=0 and adapter.pause=5 are steps"),
+        ({"steps": 0}, "adapter.steps=0 must be at least 1"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(changes, message):
@@ -161,4 +162,7 @@ def test_numbers_that_mean_nothing_are_refused(changes, message):
 def test_weights_that_cannot_move_are_refused():
     for precision in (PrecisionPolicy(parameters="bfloat16"), PrecisionPolicy(weights="w8a16")):
         with pytest.raises(ValueError, match="adds to the weights at every swap"):
-            CONFIG.check_execution(ExecutionConfig(precision=precision))
+            combinations.check(
+                model=dataclasses.replace(TINY, adapter=CONFIG),
+                execution=ExecutionConfig(precision=precision),
+            )

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.depth.halves import check_halves
 from jaxmoe.contrib.depth.parallel_streams import MergeStreams
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixers import AttentionConfig, MambaConfig, ParallelStreamsConfig
@@ -180,6 +179,6 @@ def test_what_cannot_be_streamed_is_refused():
     with pytest.raises(ValueError, match=r"merges its streams .* execution.mesh.stage=2"):
         check_pipeline(MODEL, staged, accumulation=2)
     with pytest.raises(ValueError, match="execution.halves=2 takes every other row"):
-        check_halves(MODEL.context, ExecutionConfig(halves=2), (8, 2048), {}, has_cache=False)
+        forward(MODEL, ExecutionConfig(halves=2), {}, jnp.zeros((2, 8), jnp.int32))
     with pytest.raises(ValueError, match=r"attention.smoothing=2.0 must be between 0 and 1"):
         dataclasses.replace(STREAMS, smoothing=2.0)

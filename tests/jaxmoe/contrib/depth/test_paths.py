@@ -175,27 +175,29 @@ def test_timetable_of_four_stages():
     ]
 
 
-GROUPS = "leaves out {0} of training.skipping.groups={1}, of which {2} may be left out"
+GROUPS = (
+    "training.skipping.ratio={0} leaves out {1} of training.skipping.groups=3, and at most {2} that"
+    " are not in training.skipping.never={3} may be left out, no two neighbours at once: choose a"
+    " smaller ratio, or fewer groups in never"
+)
 WRONG = {
     "unknown group": (
         (4, 2, 0.25, (4,)),
-        "training.skipping.never=(4,) has the group 4, and training.skipping.groups=4 are numbered"
-        " 0 to 3",
+        "training.skipping.never=(4,) has the group 4, and numbers of training.skipping.groups=4"
+        " must be at least 0 and at most 3",
     ),
     "neighbours": (
         (3, 4, 0.7, ()),
-        f"training.skipping.ratio=0.7 {GROUPS.format(2, 3, 3)} (training.skipping.never=()), and"
-        " no two neighbours at once: choose a smaller ratio, or fewer groups in never",
+        GROUPS.format(0.7, 2, "1 of the 3", ()),
     ),
     "always left out": (
         (3, 4, 0.3, (0, 2)),
-        f"training.skipping.ratio=0.3 {GROUPS.format(1, 3, 1)} (training.skipping.never=(0, 2)),"
-        " and no two neighbours at once: choose a smaller ratio, or fewer groups in never",
+        GROUPS.format(0.3, 1, "0 of the 1", (0, 2)),
     ),
     "too few to swap": (
         (3, 4, 0.0, (), "swapped_ends"),
-        "training.skipping.order=swapped_ends exchanges the first two groups and the last two, and"
-        " training.skipping.groups=3: set it to 4 or more",
+        "training.skipping.groups=3 must be at least 4 with training.skipping.order=swapped_ends,"
+        " which exchanges the first two groups and the last two",
     ),
 }
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.depth.halves import check_halves
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixers import AttentionConfig, SharedKeysConfig
 from jaxmoe.models.cache import initial_cache
@@ -157,10 +156,10 @@ def test_what_cannot_carry_keys_is_refused():
             layers=(LayerConfig(), LayerConfig(feed_forward=DenseConfig())),
         )
     staged = ExecutionConfig(mesh=MeshConfig(stage=5))
-    with pytest.raises(ValueError, match="execution.mesh.stage=5 would pass on .*grouped_query"):
+    with pytest.raises(ValueError, match="shared_keys take .* execution.mesh.stage=5 would pass"):
         check_pipeline(MODEL, staged, accumulation=5)
-    with pytest.raises(ValueError, match="execution.halves=2 splits .* shared keys"):
-        check_halves(MODEL.context, ExecutionConfig(halves=2), (8, 2048), {}, has_cache=False)
+    with pytest.raises(ValueError, match="execution.halves=2 splits .*shared_keys"):
+        forward(MODEL, ExecutionConfig(halves=2), params_of(), tokens_of())
     with pytest.raises(ValueError, match=r"own_probability=1.5 must be between 0 and 1"):
         dataclasses.replace(SHARED, own_probability=1.5)
     with pytest.raises(ValueError, match="own_probability draws .* no key was given"):

@@ -61,13 +61,32 @@ def _state(params, model):
     )
 
 
+def _balanced(model, scope, factor=1.0):
+    """The model with a scope of its balance loss, and multiples of the losses of its balancers."""
+    load, z = model.moe.balancers
+    load = dataclasses.replace(load, scope=scope)
+    balancers = tuple(
+        dataclasses.replace(balancer, coefficient=factor * balancer.coefficient)
+        for balancer in (load, z)
+    )
+    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, balancers=balancers))
+
+
 @pytest.mark.slow
-def test_a_step_is_the_mean_of_those_of_models_without_the_layers():
-    """Micro-batch 0 leaves out layer 0, and micro-batch 1 layer 1."""
+@pytest.mark.parametrize(
+    ("scope", "form", "factor"), [("micro_batch", "buffer", 1.0), ("global", "two_pass", 2.0)]
+)
+def test_a_step_is_the_mean_of_those_of_models_without_the_layers(scope, form, factor):
+    """Micro-batch 0 leaves out layer 0, and micro-batch 1 layer 1.
+
+    The loss of the whole batch has the sum of the layers; that of micro-batches, their mean.
+    """
     params = one_step.params_of(TWO)
     assert HALF.paths(2) == ((1,), (0,))
-    found = one_step.step_once(TWO, _batch(slice(None)), parts=2, skipping=HALF)
-    step = make_train_step(ONE, one_step.SGD, clip=None)
+    found = one_step.step_once(
+        _balanced(TWO, scope), _batch(slice(None)), parts=2, form=form, skipping=HALF
+    )
+    step = make_train_step(_balanced(ONE, scope, factor), one_step.SGD, clip=None)
     losses, balance, gradients, loads = [], [], [], []
     for micro, layer in ((0, 1), (1, 0)):
         before = _with_layer(params, layer)
@@ -164,20 +183,21 @@ def test_balance_losses_of_no_tokens_are_zero_without_a_gradient(name):
         ({"ratio": 0.6}, "training.skipping.ratio=0.6 must be above 0 and at most 0.5"),
         (
             {"groups": 2, "ratio": 0.0, "order": "swapped_ends"},
-            "training.skipping.order=swapped_ends exchanges the first two groups and the last two,"
-            " and training.skipping.groups=2: set it to 4 or more",
+            "training.skipping.groups=2 must be at least 4 with"
+            " training.skipping.order=swapped_ends, which exchanges the first two groups and the"
+            " last two",
         ),
         ({"groups": 1}, "training.skipping.groups=1 must be at least 2"),
         (
             {"never": (4,)},
-            "training.skipping.never=(4,) has the group 4, and training.skipping.groups=4 are"
-            " numbered 0 to 3",
+            "training.skipping.never=(4,) has the group 4, and numbers of"
+            " training.skipping.groups=4 must be at least 0 and at most 3",
         ),
         (
             {"ratio": 0.5, "never": (0,)},
-            "training.skipping.ratio=0.5 leaves out 2 of training.skipping.groups=4, of which 3 may"
-            " be left out (training.skipping.never=(0,)), and no two neighbours at once: choose a"
-            " smaller ratio, or fewer groups in never",
+            "training.skipping.ratio=0.5 leaves out 2 of training.skipping.groups=4, and at most 1"
+            " of the 3 that are not in training.skipping.never=(0,) may be left out, no two"
+            " neighbours at once: choose a smaller ratio, or fewer groups in never",
         ),
     ],
 )
@@ -224,8 +244,9 @@ def _step(execution, accumulation, form="buffer", model=FOUR, skipping=None):
             STAGES,
             4,
             "buffer",
-            "training.skipping.groups=2 must be execution.mesh.stage x execution.pipeline.chunks ="
-            " 4 x 1: set it to 4, or other stages or chunks",
+            "training.skipping.groups=2 must be execution.mesh.stage=4 times"
+            " execution.pipeline.chunks, the parts through which micro-batches pass: set"
+            " training.skipping.groups to that product, or other stages or chunks",
         ),
     ],
     ids=["one micro-batch", "layers", "stages"],

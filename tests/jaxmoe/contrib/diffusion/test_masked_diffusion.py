@@ -404,7 +404,7 @@ def test_what_does_not_fit_is_refused():
         lambda: make_train_step(CAUSAL, OPTIMIZER, objective=OBJECTIVE),
     )
     refused(
-        "train it with training.objective masked_diffusion",
+        "set training.objective to masked_diffusion",
         lambda: make_eval_step(MODEL, objective=NextTokenConfig()),
     )
     refused(

@@ -198,8 +198,8 @@ def test_mixtures_are_not_partitioned():
     with pytest.raises(ValueError) as refused:
         MixtureConfig(mix=("a=1:a.jsonl",), partition="1/2")
     assert str(refused.value) == (
-        "data.partition=1/2: a mixture divides its rows by weight, not by content: give all files"
-        " to one data.path (data:files), or leave it out"
+        "data:mixture divides its rows by weight, and data.partition=1/2 by content: give all files"
+        " to one data.path, as data:files, or leave data.partition out"
     )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.catalog import choice
 from jaxmoe.contrib.layerwise.chain import Chain
 from jaxmoe.contrib.layerwise.layer_parallel import sweep_streams
 from jaxmoe.contrib.layerwise.swept_layers import SweptLayersConfig
@@ -71,12 +72,14 @@ def test_what_cannot_be_swept_is_refused():
         SweptLayersConfig(weight=0.0)
     with pytest.raises(ValueError, match=r"objective.sweeps=0 must be at least 1"):
         SweptLayersConfig(sweeps=0)
-    carried = {"view": object()}
+    optimizer = adamw(learning_rate=1e-2)
+    options = {"execution": ONE, "objective": SweptLayersConfig()}
     with pytest.raises(ValueError, match="set training.gradients to backprop"):
-        SweptLayersConfig().further_loss(MODEL, ONE, {}, batch(0), jnp.sum, carried)
+        gradients = choice("gradients", "spsa")()
+        make_train_step(MODEL, optimizer, gradients=gradients, clip=None, **options)
     with pytest.raises(ValueError, match="model.attention.is_causal=False"):
         attention = dataclasses.replace(MODEL.attention, is_causal=False)
-        SweptLayersConfig().check(dataclasses.replace(MODEL, attention=attention))
+        make_train_step(dataclasses.replace(MODEL, attention=attention), optimizer, **options)
 
 
 @pytest.mark.slow

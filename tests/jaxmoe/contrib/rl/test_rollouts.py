@@ -105,7 +105,7 @@ def test_updates_have_each_prompt_once_a_pass_and_the_weights_of_their_own_answe
 
 
 def test_a_row_that_is_too_short_is_refused():
-    with pytest.raises(ValueError, match="training.sequence_length=3 is shorter than a prompt"):
+    with pytest.raises(ValueError, match="training.sequence_length=3 must be at least 4"):
         batch_of(
             [sample([1, 2], [3, 4, 5], 1.0)] * 2,
             PolicyGradientConfig(),
@@ -120,7 +120,7 @@ def test_settings_of_rollouts_are_checked():
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=rf"rl\.{field}={value}"):
             RolloutsConfig(**{field: value})
-    with pytest.raises(ValueError, match=r"rl\.minibatches=3 must divide rl\.prompts=16"):
+    with pytest.raises(ValueError, match=r"rl\.prompts=16 must be divisible by rl\.minibatches=3"):
         RolloutsConfig(minibatches=3)
     with pytest.raises(ValueError, match=r"rl\.stop holds an empty text"):
         RolloutsConfig(stop=("\n", ""))

@@ -258,8 +258,8 @@ REFUSED = {
     ),
     "alone": (
         _config(DiLoCoConfig()),
-        "replicas 'diloco' needs at least 2 workers, there is 1: set execution.mesh.replica, or"
-        " replicas.workers to train several on the same devices",
+        "the number of workers of replicas 'diloco' must be at least 2, and is 1: set"
+        " execution.mesh.replica, or replicas.workers to train several on the same devices",
     ),
     "places": (
         _config(DiLoCoConfig(workers=4), MeshConfig(replica=2, data=4)),

@@ -246,7 +246,7 @@ def test_tokens_that_devices_do_not_divide_are_refused(tmp_path):
         config.execution, mesh=MESH, dispatcher=AllToAllConfig(token_tables=given)
     )
     training = dataclasses.replace(config.training, sequence_length=18)
-    with pytest.raises(ValueError, match="18 tokens of a device cannot be shared equally by 4"):
+    with pytest.raises(ValueError, match="18 tokens of a device must be divisible by the 4"):
         assemble(dataclasses.replace(config, execution=execution, training=training))
     tables = drawn_tables(tmp_path / "tables.npz", TINY)
     mesh = make_mesh(MESH)

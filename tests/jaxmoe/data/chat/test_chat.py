@@ -167,7 +167,7 @@ def test_files_that_are_no_conversations_are_refused():
     [
         ({"packing": "concatenate"}, "data.packing=concatenate .* Choose best_fit or levels"),
         ({"tokenizer": IdsConfig()}, "data.tokenizer:ids has no text, .* choose data.tokenizer:by"),
-        ({"template": "tokenizer"}, "beside a tokenizer.json: give one with data.tokenizer:file"),
+        ({"template": "tokenizer"}, "beside a tokenizer.json, which data.tokenizer:bytes has not"),
         (
             {"template": "tokenizer", "tokenizer": TrainedConfig()},
             "data.template=tokenizer reads the chat_template",

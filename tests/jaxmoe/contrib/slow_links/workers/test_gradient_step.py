@@ -233,7 +233,7 @@ def test_steps_on_a_mesh_equal_those_by_hand(name):
 def test_meshes_without_places_for_the_workers_are_refused():
     with pytest.raises(ValueError, match="replica=2 must be replicas.workers=3, or 1"):
         parts_of(EControlConfig(workers=3), MESH)
-    with pytest.raises(ValueError, match="needs at least 2 workers, there is 1"):
+    with pytest.raises(ValueError, match="must be at least 2, and is 1"):
         parts_of(EControlConfig(), ONE)
     hybrid = ExecutionConfig(mesh=MeshConfig(replica=2, data=4), rules="hybrid")
     with pytest.raises(ValueError, match="choose fully_sharded or zero2"):

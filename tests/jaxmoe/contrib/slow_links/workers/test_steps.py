@@ -275,7 +275,7 @@ def test_router_state_of_a_round_is_that_of_the_summed_statistics(every):
 @pytest.mark.parametrize(
     ("mesh", "config", "fields", "message"),
     [
-        (MeshConfig(), DiLoCoConfig(), {}, "needs at least 2 workers, there is 1"),
+        (MeshConfig(), DiLoCoConfig(), {}, "must be at least 2, and is 1"),
         (MeshConfig(replica=2), DiLoCoConfig(workers=4), {}, "must be replicas.workers=4, or 1"),
         (MeshConfig(replica=2, stage=2), DiLoCoConfig(), {}, "cannot be a pipeline yet"),
         (MeshConfig(replica=2), DiLoCoConfig(), {"rules": "hybrid"}, "shares the state of all"),
