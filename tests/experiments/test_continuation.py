@@ -188,7 +188,7 @@ REFUSED = {
     ),
     "fewer steps": (
         lambda config: _with(config, "training", steps=40),
-        r"training.steps=40 is below step 50, which the run has done: branch from an earlier",
+        r"training.steps=40 must be at least 50, the step that the run has done: branch from an",
     ),
 }
 

@@ -96,7 +96,7 @@ def test_logits_alone_go_on_from_trained_additions_and_a_prompt_names_its_task(
     assert generate.main([*words, "two"]) == ExitCode.DONE
     for run, task, message in (
         (second, "three", "task=three is unknown: give the number of a task, or by name one of"),
-        (second, "7", "adapter.task=7 must be from 0 to 1"),
+        (second, "7", "adapter.task=7 must be at least 0 and at most 1"),
         (base, "0", "task=0: the model has no adapter, and so no tasks"),
     ):
         capsys.readouterr()

@@ -146,7 +146,7 @@ def test_a_mesh_with_stages_prints_its_schedules(tmp_path, capsys):
     ):
         assert words in page, words
     error = refused(capsys, "tiny", *argv, "--model.num_layers", "6")
-    assert "cannot be cut into execution.mesh.stage x execution.pipeline.chunks = 4" in error
+    assert "be divisible by execution.mesh.stage x execution.pipeline.chunks = 4" in error
 
 
 def test_the_number_of_micro_batches_is_searched(tmp_path, capsys):

@@ -255,7 +255,7 @@ def test_answers_drawn_ahead_and_sent_updates_are_bitwise_those_of_copies(begun,
 
 REFUSED = {
     "--checkpoint.initial.path is missing": ("--rl.group", "2"),
-    "training.batch_size=8 must be rl.prompts x rl.group = 4": (
+    "training.batch_size=8 must be rl.prompts x rl.group at every step": (
         "--rl.group",
         "2",
         "--rl.prompts",
@@ -265,7 +265,7 @@ REFUSED = {
     ),
     "training.objective:next_token trains on data": ("training.objective:next_token",),
     "must be at least rl.max_tokens=500": ("--rl.max_tokens", "500"),
-    "with rl.staleness=0 it answers by those in training": ("--rl.sync", "exact"),
+    "with rl.staleness=0 it answers by those in": ("--rl.sync", "exact"),
     "rl.reward.path is empty": ("reward:match",),
     "set replicas to none": ("replicas:diloco",),
 }

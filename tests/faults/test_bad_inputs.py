@@ -88,7 +88,7 @@ COMMANDS = {
     ),
     "a warm-up longer than the run": (
         ["--schedule.warmup_steps", "9"],
-        r"schedule\.warmup_steps=9 must be below the number of steps \(4\): .*training\.steps",
+        r"schedule\.warmup_steps=9 must be at most 3, below .* steps \(4\): .*training\.steps",
     ),
     "a dtype that is none": (
         ["--execution.precision.compute", "bf61"],
@@ -185,8 +185,8 @@ COMMANDS = {
     ),
     "stages": (
         mesh(stage=8),
-        r"equal layers of moe_blocks_0 cannot be cut into execution\.mesh\.stage x"
-        r" execution\.pipeline\.chunks = 8 equal groups",
+        r"equal layers of moe_blocks_0 must be divisible by execution\.mesh\.stage x"
+        r" execution\.pipeline\.chunks = 8, the number of equal groups",
     ),
     "experts that do not divide": (
         ["--model.moe.num_experts", "6", *mesh(expert=4, data=2)],
@@ -215,7 +215,7 @@ COMMANDS = {
     ),
     "heads fewer than the devices of ulysses": (
         ["execution.sequence_parallel:ulysses", *mesh(seq=8)],
-        r"ulysses.*mesh\.seq=8.*attention\.num_heads=1.*set mesh\.seq to 1, or .* to ring",
+        r"ulysses.*attention\.num_heads=1.*mesh\.seq=8.*set mesh\.seq to 1, or .* to ring",
     ),
     "rows cut without a form": (
         mesh(data=2, seq=4),
@@ -452,7 +452,8 @@ DATA = {
             read("text.txt", TEXT)(place), batch_size=1000, sequence_length=8, seed=0
         ),
         r"the train split has \d+ rows of sequence_length=8, and batch_size=1000 must be at most"
-        r" of them \(--training\.sequence_length, --training\.batch_size\), or bring more data",
+        r" that: lower one of them \(--training\.sequence_length, --training\.batch_size\), or"
+        r" bring more data",
     ),
     "a shard cut in an id": (
         read("shard.bin", b"\1\0\2\0\3", tokenizer=IdsConfig()),

@@ -101,9 +101,9 @@ def test_a_quantised_run_on_stages_is_evaluated_without(moved, tmp_path, capsys)
     with pytest.raises(SystemExit) as ended:
         evaluate.main(where)
     assert ended.value.code == ExitCode.BAD_CONFIGURATION
-    assert "weights=w4a8, which cannot be computed on execution.mesh.stage=2" in (
-        capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "execution.mesh.stage=2 splits the layers, and run.directory=" in error
+    assert "weights=w4a8, of whole models" in error
     assert generate.main([*where, "--prompt", "1 2", *GREEDY]) == ExitCode.DONE
 
 

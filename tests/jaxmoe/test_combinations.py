@@ -369,7 +369,6 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (SWEPT | SEQ | AUTO, {"execution.mesh.seq": 1}),
     (SWEPT | FORWARD, BACKPROP),
     (SWEPT | MKOR, {"optimizer": choice("optimizer", "adamw")()}),
-    (SWEPT | {"execution.rules": "zero2"}, {"execution.rules": "fully_sharded"}),
     (
         {
             "execution.mesh.seq": 6,

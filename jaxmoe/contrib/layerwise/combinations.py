@@ -6,18 +6,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, equals, member, trait
+from jaxmoe.choices import above, member, trait
 from jaxmoe.combinations import Row
-from sharding.state_layouts import STATE_LAYOUTS
 
 _SWEPT: Final = member("training.objective", "swept_layers")
-_GATHERED: Final = tuple(
-    name for name, layout in STATE_LAYOUTS.items() if layout.gathered == "step"
-)
-_PARAMETERS: Final = (
-    "{first} reads the parameters of layers as they are stored, and {second} gives layers others"
-)
-
 ROWS: Final = (
     Row(
         _SWEPT,
@@ -34,7 +26,8 @@ ROWS: Final = (
     Row(
         _SWEPT,
         trait("training.gradients", "is_backward", "without a backward pass", value=False),
-        _PARAMETERS,
+        "{first} reads the parameters of layers as they are stored, and {second} gives layers"
+        " others",
         "set training.gradients to backprop",
     ),
     Row(
@@ -42,11 +35,5 @@ ROWS: Final = (
         member("optimizer", "mkor"),
         "{first} evaluates layers by itself, and {second} measures the matrices of those of a pass",
         "choose another optimizer",
-    ),
-    Row(
-        _SWEPT,
-        equals("execution.rules", *_GATHERED),
-        _PARAMETERS,
-        "set execution.rules to fully_sharded or data_parallel",
     ),
 )

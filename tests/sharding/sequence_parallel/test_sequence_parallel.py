@@ -134,7 +134,7 @@ def test_zigzag_by_document_with_a_window_and_without_documents(form):
 
 
 def test_sharded_sequences_without_a_form_raise():
-    text = "the mesh cuts sequences of 32 tokens into parts of 8, and"
+    text = "mesh.seq cuts sequences into 4 parts, and this form has whole ones"
     with jax.set_mesh(mesh()), pytest.raises(ValueError, match=text):
         run(NoSequenceParallelConfig(), AttentionRules())
 
@@ -145,22 +145,25 @@ REFUSALS = {
     "heads": (
         UlyssesConfig(),
         {"ranks": 8},
-        "execution.sequence_parallel 'ulysses' exchanges heads over mesh.seq=8, and a device has 8"
-        " query and 4 key heads (attention.num_heads=8, attention.num_kv_heads=4, mesh.tensor=1):"
-        " set mesh.seq to 1, 2, 4, or execution.sequence_parallel to ring or all_gather",
+        "execution.sequence_parallel 'ulysses' exchanges heads, and the 8 query and 4 key heads of"
+        " a device (attention.num_heads=8, attention.num_kv_heads=4, mesh.tensor=1) must be"
+        " divisible by mesh.seq=8: set mesh.seq to 1, 2, 4, or execution.sequence_parallel to ring"
+        " or all_gather",
     ),
     "local heads": (
         UlyssesConfig(),
         {"tensor": 2},
-        "execution.sequence_parallel 'ulysses' exchanges heads over mesh.seq=4, and a device has 4"
-        " query and 2 key heads (attention.num_heads=8, attention.num_kv_heads=4, mesh.tensor=2):"
-        " set mesh.seq to 1 or 2, or execution.sequence_parallel to ring or all_gather",
+        "execution.sequence_parallel 'ulysses' exchanges heads, and the 4 query and 2 key heads of"
+        " a device (attention.num_heads=8, attention.num_kv_heads=4, mesh.tensor=2) must be"
+        " divisible by mesh.seq=4: set mesh.seq to 1 or 2, or execution.sequence_parallel to ring"
+        " or all_gather",
     ),
     "chunks": (
         UlyssesConfig(num_chunks=2),
         {},
-        "execution.sequence_parallel.num_chunks=2 must divide the 1 key heads that a device has"
-        " after the exchange (attention.num_kv_heads=4, mesh.tensor=1, mesh.seq=4)",
+        "the 1 key heads that a device has after the exchange (attention.num_kv_heads=4,"
+        " mesh.tensor=1, mesh.seq=4) must be divisible by"
+        " execution.sequence_parallel.num_chunks=2",
     ),
     "zigzag": (
         RingConfig(),
@@ -176,9 +179,9 @@ REFUSALS = {
     "pieces": (
         UlyssesRingConfig(ulysses=8),
         {"ranks": 16},
-        "execution.sequence_parallel.ulysses=8 must divide mesh.seq=16, and the 8 query and 4 key"
-        " heads of a device: set sequence_parallel.ulysses and fold.seq_inner to 2 or 4, or"
-        " execution.sequence_parallel to ring",
+        "mesh.seq=16, and the 8 query and 4 key heads of a device, must be divisible by"
+        " execution.sequence_parallel.ulysses=8: set sequence_parallel.ulysses and fold.seq_inner"
+        " to 2 or 4, or execution.sequence_parallel to ring",
     ),
     "none": (
         NoSequenceParallelConfig(),

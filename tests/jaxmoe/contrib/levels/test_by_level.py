@@ -165,8 +165,9 @@ def test_form_cuts_the_mesh_and_leaves_an_open_axis():
     [
         (
             MeshConfig(data=1, seq=6),
-            "mesh.seq=6 must be a power of two for execution.sequence_parallel 'levels': set it to"
-            " 4 or 8, or take ring",
+            "execution.sequence_parallel:levels halves the devices of a sequence again and again,"
+            " and execution.mesh.seq=6 must be a power of two: set execution.mesh.seq to a power of"
+            " two, or execution.sequence_parallel to ring",
         ),
         (
             MeshConfig(data=1, expert=2, seq=4),

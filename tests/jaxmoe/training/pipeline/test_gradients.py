@@ -243,8 +243,9 @@ def test_routing_statistics_equal_those_without_stages():
         (
             {"mesh": MeshConfig(stage=3)},
             3,
-            r"the 4 equal layers of moe_blocks_0 cannot be cut into execution\.mesh\.stage x"
-            r" execution\.pipeline\.chunks = 3 equal groups: choose a product that divides 4",
+            r"the 4 equal layers of moe_blocks_0 must be divisible by execution\.mesh\.stage x"
+            r" execution\.pipeline\.chunks = 3, the number of equal groups: choose a product that"
+            r" divides 4",
         ),
         (
             {"mesh": MeshConfig(stage=2), "pipeline": InterleavedConfig(chunks=2)},
