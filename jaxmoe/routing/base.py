@@ -92,6 +92,8 @@ class Traits:
     """Takes `RouterInputs.replayed` in place of its own choice, with scores of its own."""
     has_smooth_load: bool = False
     """Returns the differentiable statistic `smooth_load`, which `load_variation` needs."""
+    final_top_k: int | None = None
+    """Experts per token at the end of training; None: `MoEConfig.top_k`, as before."""
 
 
 class RouterBase(abc.ABC):
@@ -116,14 +118,6 @@ class RouterBase(abc.ABC):
     @abc.abstractmethod
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Router:
         """Return the router for these sizes."""
-
-    def last_top_k(self, top_k: int) -> int:
-        """Return the experts per token at the end of training.
-
-        Args:
-            top_k: Slots per token, `MoEConfig.top_k`.
-        """
-        return top_k
 
     def sized_for(self, *, steps: int, rows_per_expert: float) -> RouterBase:
         """Return the config with what depends on the run adapted to it.

@@ -35,7 +35,7 @@ def check_parts(moe: Any) -> None:
             " replace them: set moe.gate to softmax, which takes the router's scores as they are"
         )
     if traits.has_own_load or traits.evens_load:
-        against = [balancer.name for balancer in moe.balancers if balancer.evens_load]
+        against = [balancer.name for balancer in moe.balancers if balancer.traits.evens_load]
         if against:
             raise ValueError(
                 f"moe.balancers={', '.join(against)}: the router {router.name} evens the load by"
@@ -51,7 +51,7 @@ def check_parts(moe: Any) -> None:
             f"moe.zero_computation: with the router {router.name} tokens do not choose experts, and"
             " could not choose those without computation: leave moe.zero_computation out"
         )
-    needing = [balancer.name for balancer in moe.balancers if balancer.needs_smooth_load]
+    needing = [balancer.name for balancer in moe.balancers if balancer.traits.needs_smooth_load]
     if needing and not traits.has_smooth_load:
         raise ValueError(
             f"moe.balancers={', '.join(needing)} needs the smooth loads of the router noisy_topk,"
@@ -72,8 +72,8 @@ def advice(moe: Any) -> list[str]:
     traits = moe.router.traits
     lines = []
     has_task_gradient = traits.has_own_gates or traits.has_own_load or not traits.is_learned
-    name = "router.final_top_k" if hasattr(router, "final_top_k") else "top_k"
-    if router.last_top_k(moe.top_k) == 1 and not has_task_gradient:
+    name = "top_k" if traits.final_top_k is None else "router.final_top_k"
+    if (traits.final_top_k or moe.top_k) == 1 and not has_task_gradient:
         is_after = getattr(router, "softmax", "before") == "after"
         if is_after or moe.gate.name in ("renormalized", "sqrt"):
             field = "moe.router.softmax=after" if is_after else f"moe.gate={moe.gate.name}"

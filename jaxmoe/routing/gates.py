@@ -43,8 +43,6 @@ class GateBase(abc.ABC):
     __slots__ = ()
 
     name: ClassVar[str]
-    renormalizes: ClassVar[bool] = False
-    """The gates are the scores divided by their sum over the experts of the token."""
 
     def build(self) -> GateBase:
         """Return the gate: it has no sizes, so the config is the gate."""
@@ -91,7 +89,6 @@ class RenormalizedGateConfig(GateBase):
     """Scores divided by their sum over the chosen experts of the token."""
 
     name: ClassVar[str] = "renormalized"
-    renormalizes: ClassVar[bool] = True
 
     scale: float = 1.0
     """Routed scaling factor: the sum of a token's gates."""

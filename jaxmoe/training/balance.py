@@ -42,7 +42,7 @@ def takes_two_passes(model: ModelConfig, form: AccumulatedBalance) -> bool:
         model: Model with the balancers.
         form: `two_pass`, where the loss of some balancer spans more than a micro-batch.
     """
-    wide = any(balancer.scope != "micro_batch" for balancer in _balancers(model))
+    wide = any(balancer.traits.scope != "micro_batch" for balancer in _balancers(model))
     return form == "two_pass" and wide and model.num_moe_layers > 0
 
 
@@ -59,10 +59,11 @@ def buffered_losses(
     wide = statistics
     if before is not None:
         wide = dataclasses.replace(statistics, counts=statistics.counts + before.counts)
-    return {
-        balancer.name: _loss(model, balancer, wide if balancer.scope == "global" else statistics)
-        for balancer in _balancers(model)
-    }
+    losses = {}
+    for balancer in _balancers(model):
+        is_wide = balancer.traits.scope == "global"
+        losses[balancer.name] = _loss(model, balancer, wide if is_wide else statistics)
+    return losses
 
 
 def linearized_losses(
@@ -81,7 +82,7 @@ def linearized_losses(
     """
     losses = {}
     for balancer in _balancers(model):
-        if balancer.scope == "micro_batch":
+        if balancer.traits.scope == "micro_batch":
             losses[balancer.name] = share * _loss(model, balancer, statistics)
             continue
         # Whole numbers among them, such as histograms, have no slope.

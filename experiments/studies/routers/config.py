@@ -134,7 +134,7 @@ def model_of(config: RoutersConfig, name: str, objective: ObjectiveName) -> Mode
     moe = config.model.moe
     parts = METHODS[name].parts()
     assert moe is not None
-    top_k = parts["router"].last_top_k(parts.get("top_k", moe.top_k))
+    top_k = parts["router"].traits.final_top_k or parts.get("top_k", moe.top_k)
     parts["router"] = parts["router"].sized_for(
         steps=config.training.steps,
         rows_per_expert=config.training.sequence_length * moe.top_k / moe.num_experts,

@@ -169,14 +169,16 @@ def _sparsity(setting: AxisSetting, value: float) -> AxisSetting:
 
 def _balance(setting: AxisSetting, value: float) -> AxisSetting:
     moe = _moe(setting, "balance")
-    if not any(balancer.is_auxiliary_loss for balancer in moe.balancers):
+    if not any(balancer.traits.is_auxiliary_loss for balancer in moe.balancers):
         names = ", ".join(balancer.name for balancer in moe.balancers) or "none"
         raise ValueError(
             f"model.moe.balancers={names}: the axis balance needs load_balance among them; give"
             " --model.moe.balancers load_balance router_z"
         )
     balancers = tuple(
-        dataclasses.replace(balancer, coefficient=value) if balancer.is_auxiliary_loss else balancer
+        dataclasses.replace(balancer, coefficient=value)
+        if balancer.traits.is_auxiliary_loss
+        else balancer
         for balancer in moe.balancers
     )
     new = dataclasses.replace(moe, balancers=balancers)

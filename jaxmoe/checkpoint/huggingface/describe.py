@@ -31,7 +31,7 @@ def olmoe(model: ModelConfig) -> dict[str, Any]:
     return shared_fields(model) | {
         "intermediate_size": moe.expert_dim,
         "num_experts": moe.num_experts,
-        "norm_topk_prob": moe.gate.renormalizes,
+        "norm_topk_prob": moe.gate.name == "renormalized",
         "router_aux_loss_coef": balance_of(model),
         "clip_qkv": None,
     }
@@ -66,7 +66,7 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": moe.expert_dim,
         "num_experts": moe.num_experts,
         "num_local_experts": moe.num_experts,
-        "norm_topk_prob": moe.gate.renormalizes,
+        "norm_topk_prob": moe.gate.name == "renormalized",
         "router_aux_loss_coef": balance_of(model),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(dense),
@@ -109,7 +109,7 @@ def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
             "n_shared_experts": moe.num_shared_experts,
             "n_group": groups.num_groups if groups else 1,
             "topk_group": groups.top_groups if groups else 1,
-            "norm_topk_prob": moe.gate.renormalizes,
+            "norm_topk_prob": moe.gate.name == "renormalized",
             "routed_scaling_factor": getattr(moe.gate, "scale", 1.0),
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
@@ -225,7 +225,7 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
     if getattr(router, "jitter", 0.0):
         router = dataclasses.replace(router, jitter=0.0)
     if router.score_function == "sigmoid":
-        if router.bias is None or router.bias.is_score_correction:
+        if router.bias is None or router.bias.traits.is_score_correction:
             router = dataclasses.replace(router, bias=LossFreeConfig())
         groups = router.groups
         if groups is not None and groups.top_groups == groups.num_groups:
@@ -260,7 +260,7 @@ def balance_of(model: ModelConfig) -> float:
     here is 1 and is added over layers.
     """
     for balancer in moe_of(model).balancers if model.num_moe_layers else ():
-        if balancer.is_auxiliary_loss:
+        if balancer.traits.is_auxiliary_loss:
             return balancer.coefficient * model.num_moe_layers / moe_of(model).top_k
     return 0.0
 

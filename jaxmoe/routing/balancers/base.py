@@ -26,22 +26,35 @@ from jaxmoe.routing.base import Arrays, Key, RouterInputs, RouterOutput, RouterS
 BalanceScope = Literal["global", "micro_batch", "sequence"]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerTraits:
+    """Properties of a balancer that the rest of the library depends on."""
+
+    evens_load: bool = False
+    """Penalises uneven load; refused by routers whose load is even by construction."""
+    is_auxiliary_loss: bool = False
+    """The load-balancing loss E sum_i f_i P_i of Switch, whose coefficient other libraries have."""
+    needs_smooth_load: bool = False
+    """Needs a router with `Traits.has_smooth_load`."""
+    scope: BalanceScope = "global"
+    """Tokens over which the load is summed."""
+
+
 class Balancer(abc.ABC):
-    """Base class of balancer configs, with the defaults of what is asked about a balancer."""
+    """Base class of balancer configs."""
 
     __slots__ = ()
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     reads: ClassVar[Literal["statistics", "weights"]]
-    evens_load: ClassVar[bool] = False
-    """Penalises uneven load; refused by routers whose load is even by construction."""
-    is_auxiliary_loss: ClassVar[bool] = False
-    """The load-balancing loss E sum_i f_i P_i of Switch, whose coefficient other libraries have."""
-    needs_smooth_load: ClassVar[bool] = False
-    """Needs a router with `Traits.has_smooth_load`."""
     coefficient: float
     """Weight in the loss."""
+
+    @property
+    def traits(self) -> BalancerTraits:
+        """Properties of the balancer."""
+        return BalancerTraits()
 
     def __post_init__(self):
         if not 0.0 <= self.coefficient < float("inf"):
@@ -56,9 +69,11 @@ class StatisticsBalancer(Balancer):
     __slots__ = ()
 
     reads: ClassVar[Literal["statistics", "weights"]] = "statistics"
-    evens_load: ClassVar[bool] = True
-    scope: BalanceScope = "global"
-    """Tokens over which the load is summed."""
+
+    @property
+    def traits(self) -> BalancerTraits:
+        """Evens the load of the whole batch."""
+        return BalancerTraits(evens_load=True)
 
     def observe(self, output: RouterOutput, inputs: RouterInputs) -> Arrays:
         """Return additive, differentiable statistics beyond the fields of `RouterStatistics`."""

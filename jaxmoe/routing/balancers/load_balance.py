@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import BalanceScope, StatisticsBalancer
+from jaxmoe.routing.balancers.base import BalancerTraits, BalanceScope, StatisticsBalancer
 from jaxmoe.routing.base import Arrays, RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.scopes import is_first, split_scopes, total
 
@@ -35,12 +35,16 @@ class LoadBalanceConfig(StatisticsBalancer):
     """Load-balancing loss, over the global batch by default."""
 
     name: ClassVar[str] = "load_balance"
-    is_auxiliary_loss: ClassVar[bool] = True
 
     coefficient: float = 0.01
     """Weight in the loss; the unweighted value is 1.0 for a uniform router."""
     scope: BalanceScope = "global"
     """Tokens over which the load is summed: the whole batch, each micro-batch, or each row."""
+
+    @property
+    def traits(self) -> BalancerTraits:
+        """Evens the load of its scope; the one that other libraries have."""
+        return BalancerTraits(evens_load=True, is_auxiliary_loss=True, scope=self.scope)
 
     def observe(self, output: RouterOutput, inputs: RouterInputs) -> Arrays:
         """Return the summed losses of the rows if the scope is `sequence`."""

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import StatisticsBalancer
+from jaxmoe.routing.balancers.base import BalancerTraits, StatisticsBalancer
 from jaxmoe.routing.base import Arrays, RouterInputs, RouterOutput, RouterStatistics
 
 
@@ -60,10 +60,14 @@ class LoadVariationConfig(StatisticsBalancer):
     """Squared coefficient of variation of the smooth loads of `noisy_topk`."""
 
     name: ClassVar[str] = "load_variation"
-    needs_smooth_load: ClassVar[bool] = True
 
     coefficient: float = 0.1
     """Weight in the loss; the unweighted value is 0 when all loads are equal."""
+
+    @property
+    def traits(self) -> BalancerTraits:
+        """Evens the smooth load."""
+        return BalancerTraits(evens_load=True, needs_smooth_load=True)
 
     def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
         """Return the unweighted loss of each layer."""

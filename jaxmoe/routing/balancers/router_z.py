@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.routing.balancers.base import StatisticsBalancer
+from jaxmoe.routing.balancers.base import BalancerTraits, StatisticsBalancer
 from jaxmoe.routing.base import RouterStatistics
 
 
@@ -22,10 +22,14 @@ class RouterZConfig(StatisticsBalancer):
     """Router z-loss: penalises large logits."""
 
     name: ClassVar[str] = "router_z"
-    evens_load: ClassVar[bool] = False
 
     coefficient: float = 1e-3
     """Weight in the loss."""
+
+    @property
+    def traits(self) -> BalancerTraits:
+        """Limits the logits, whatever the load."""
+        return BalancerTraits()
 
     def per_layer(self, statistics: RouterStatistics, *, num_free: int) -> Float[Array, "*L"]:
         """Return the unweighted loss of each layer."""

@@ -14,6 +14,7 @@ To add a bias: see `jaxmoe/routing/biases/__init__.py`.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -22,19 +23,27 @@ from jaxtyping import Array, Float
 from jaxmoe.routing.base import Arrays, RouterInputs, RouterStatistics
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BiasTraits:
+    """Properties of a bias that the rest of the library depends on."""
+
+    sees_others: bool = False
+    """In training a token's bias depends on the other tokens of its scope."""
+    is_score_correction: bool = False
+    """DeepSeek-V3's `e_score_correction_bias`: Hugging Face checkpoints of its family hold it."""
+
+
 class SelectionBias(abc.ABC):
     """Base class of bias configs; a bias has no sizes, so the config is the bias."""
 
     __slots__ = ()
 
     name: ClassVar[str]
-    is_score_correction: ClassVar[bool] = False
-    """DeepSeek-V3's `e_score_correction_bias`: Hugging Face checkpoints of its family hold it."""
 
     @property
-    def sees_others(self) -> bool:
-        """Whether in training a token's bias depends on the other tokens of its scope."""
-        return False
+    def traits(self) -> BiasTraits:
+        """Properties of the bias."""
+        return BiasTraits()
 
     def init(self, num_experts: int) -> Arrays:
         """Return the state of one layer, zeros; the leaf `bias [E]` is the bias in evaluation."""

@@ -57,7 +57,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import Arrays, RouterInputs, RouterStatistics
-from jaxmoe.routing.biases.base import SelectionBias
+from jaxmoe.routing.biases.base import BiasTraits, SelectionBias
 from jaxmoe.routing.biases.dual import between, capacity_of, expert_prices, token_prices
 from jaxmoe.routing.biases.histogram import histogram, kth_smallest
 from jaxmoe.routing.scopes import Scope, is_first, join_scopes, scope_axes, split_scopes, total
@@ -98,9 +98,9 @@ class BipConfig(SelectionBias):
             )
 
     @property
-    def sees_others(self) -> bool:
-        """Whether the form is not `online`."""
-        return self.form != "online"
+    def traits(self) -> BiasTraits:
+        """Looks at the other tokens of its scope, unless it is `online`."""
+        return BiasTraits(sees_others=self.form != "online")
 
     def init(self, num_experts: int) -> Arrays:
         """Return prices of zero."""

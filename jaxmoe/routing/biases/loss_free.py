@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.routing.base import Arrays, RouterInputs, RouterStatistics
-from jaxmoe.routing.biases.base import SelectionBias
+from jaxmoe.routing.biases.base import BiasTraits, SelectionBias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,6 @@ class LossFreeConfig(SelectionBias):
     """A bias per expert that rises while the expert has too few tokens, and falls otherwise."""
 
     name: ClassVar[str] = "loss_free"
-    is_score_correction: ClassVar[bool] = True
 
     rate: float = 1e-3
     """Step size of the bias; the default was tuned by the authors for scores in [0, 1]."""
@@ -59,6 +58,11 @@ class LossFreeConfig(SelectionBias):
             raise ValueError(f"bias.stop={self.stop} must be a step from 0 on, or None for never")
         if self.limit is not None and not self.limit > 0.0:
             raise ValueError(f"bias.limit={self.limit} must be above 0, or None for no limit")
+
+    @property
+    def traits(self) -> BiasTraits:
+        """Looks at no other token; other libraries have it."""
+        return BiasTraits(is_score_correction=True)
 
     def prefer(
         self,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import draw
-from jaxmoe.routing.base import Arrays, Key, RouterInputs, RouterStatistics
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, RouterStatistics, Traits
 from jaxmoe.routing.routers.linear import linear_logits
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
@@ -31,6 +31,7 @@ from jaxmoe.routing.routers.token_choice.token_choice import (
     TokenChoiceBase,
     preferred_experts,
     score_logits,
+    traits_of,
 )
 
 
@@ -57,6 +58,11 @@ class ProgressiveTopKConfig(TokenChoiceBase):
     def _early(self) -> list[tuple[str, int]]:
         return [(f"early_top_k[{i}]", k) for i, k in enumerate(self.early_top_k)]
 
+    @property
+    def traits(self) -> Traits:
+        """Causal; ends with `final_top_k` experts per token."""
+        return dataclasses.replace(traits_of(None), final_top_k=self.final_top_k)
+
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ProgressiveTopK:
         """Return the router for these sizes.
 
@@ -78,11 +84,6 @@ class ProgressiveTopKConfig(TokenChoiceBase):
         """Return the softmax of the logits."""
         del top_k, train, key
         return score_logits(linear_logits(params, inputs), "softmax")
-
-    def last_top_k(self, top_k: int) -> int:
-        """Return `final_top_k`."""
-        del top_k
-        return self.final_top_k
 
     def sized_for(self, *, steps: int, rows_per_expert: float) -> ProgressiveTopKConfig:
         """Return the config with the switch at 0.9 of the steps."""

@@ -245,5 +245,5 @@ def log_softplus(z: Float[Array, "*d"]) -> Float[Array, "*d"]:
 
 def traits_of(bias: SelectionBias | None, jitter: float = 0.0) -> Traits:
     """Return the traits of a member whose options are a bias and jitter."""
-    sees_others = bias is not None and bias.sees_others
+    sees_others = bias is not None and bias.traits.sees_others
     return Traits(can_replay=True, sees_others=sees_others, needs_key=jitter > 0.0)

@@ -19,11 +19,11 @@ from jaxtyping import Array, Int
 
 from jaxmoe.routing.base import Key, RouterInputs, Traits
 from jaxmoe.routing.routers.noise import token_index
-from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
+from jaxmoe.routing.routers.unlearned.unlearned import DeterministicBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ForcedBalanceConfig(UnlearnedBase):
+class ForcedBalanceConfig(DeterministicBase):
     """K experts in turn: an exactly even load, for benchmarks."""
 
     name: ClassVar[str] = "forced_balance"

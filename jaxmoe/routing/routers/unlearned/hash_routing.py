@@ -21,11 +21,11 @@ from jaxtyping import Array, Int
 
 from jaxmoe.routing.base import Key, RouterInputs
 from jaxmoe.routing.routers.noise import token_noise
-from jaxmoe.routing.routers.unlearned.unlearned import UnlearnedBase
+from jaxmoe.routing.routers.unlearned.unlearned import DeterministicBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HashConfig(UnlearnedBase):
+class HashConfig(DeterministicBase):
     """K experts fixed for each token id."""
 
     name: ClassVar[str] = "hash"

@@ -6,8 +6,9 @@
 
 Controls for experiments and benchmarks. Balance losses have no effect on them.
 
-To add a member: a config in `jaxmoe/routing/routers/unlearned/` that extends `UnlearnedBase` and
-defines `name` and `choose`; then the steps in `jaxmoe/routing/__init__.py`.
+To add a member: a config in `jaxmoe/routing/routers/unlearned/` that extends `DeterministicBase`
+and defines `name` and `choose`, or `UnlearnedBase` and `probabilities` too; then the steps in
+`jaxmoe/routing/__init__.py`.
 """
 
 from __future__ import annotations
@@ -53,13 +54,22 @@ class UnlearnedBase(RouterBase):
     ) -> Int[Array, "T K"]:
         """Return K distinct experts for each token."""
 
+    @abc.abstractmethod
     def probabilities(
         self, expert_ids: Int[Array, "T K"], *, num_experts: int
     ) -> Float[Array, "T E"]:
-        """Return the probability of each expert; each row sums to 1.
+        """Return the probability of each expert; each row sums to 1."""
 
-        By default 1/K for the chosen experts, as in a deterministic choice.
-        """
+
+class DeterministicBase(UnlearnedBase):
+    """Base class of the members that draw no random numbers."""
+
+    __slots__ = ()
+
+    def probabilities(
+        self, expert_ids: Int[Array, "T K"], *, num_experts: int
+    ) -> Float[Array, "T E"]:
+        """Return 1/K for the chosen experts."""
         return chosen_experts(expert_ids, num_experts).astype(jnp.float32) / expert_ids.shape[1]
 
 
