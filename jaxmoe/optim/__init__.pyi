@@ -6,6 +6,7 @@ from jaxmoe.optim.adamw import adamw as adamw
 from jaxmoe.optim.groups import GroupMembers as GroupMembers
 from jaxmoe.optim.groups import GroupTraits as GroupTraits
 from jaxmoe.optim.groups import Optimizer as Optimizer
+from jaxmoe.optim.groups import RoleGroups as RoleGroups
 from jaxmoe.optim.groups import train_only as train_only
 from jaxmoe.optim.hypersphere import adamh as adamh
 from jaxmoe.optim.muon import MuonConfig as MuonConfig

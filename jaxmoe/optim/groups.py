@@ -24,7 +24,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,15 @@ class GroupTraits:
     """Whether a parameter without a matrix may be in the group."""
     takes_zeros: bool = True
     """Whether a parameter that starts at zero may be in the group."""
+
+
+class RoleGroups(NamedTuple):
+    """Groups of the roles whose group a parameterisation leaves to the optimiser."""
+
+    matrices: Group = "adamw"
+    """Group of hidden matrices."""
+    head: Group = "adamw"
+    """Group of the head."""
 
 
 FROZEN_TRAITS = GroupTraits(moments_per_parameter=0)
@@ -104,12 +113,10 @@ class Optimizer(abc.ABC):
     """Key in the registry."""
     groups: ClassVar[Mapping[Group, GroupTraits]]
     """Groups that the optimiser has; a config with one group keeps its state without a name."""
-    matrices: ClassVar[Group] = "adamw"
-    """Group of hidden matrices where a parameterisation leaves the choice to the optimiser."""
-    head: ClassVar[Group] = "adamw"
-    """Group of the head, likewise."""
+    role_groups: ClassVar[RoleGroups] = RoleGroups()
+    """Groups of matrices and head where a parameterisation leaves the choice to the optimiser."""
     parameterizations: ClassVar[tuple[str, ...]] = ()
-    """Parameterisations that put matrices into the group `matrices`, for messages."""
+    """Parameterisations that put matrices into the group of `role_groups`, for messages."""
     stays_finite: ClassVar[bool] = False
     """Whether finite gradients cannot make state or parameters infinite; see
     `jaxmoe.optim.steps.FiniteTransformation`. A subclass that computes more states it anew."""
@@ -145,9 +152,12 @@ class Optimizer(abc.ABC):
         return self.learning_rate * row.hyper.learning_rate_multiplier * self.rate_ratio(group)
 
     def resolve_dtype(self, compute: Literal["float32", "bfloat16"]) -> Any:
-        """Return the config with the dtype "auto" replaced by that of a platform."""
-        del compute
-        return self
+        """Return the config with the dtype "auto", if it has such a field, replaced by that of a
+        platform."""
+        if getattr(self, "dtype", None) != "auto":
+            return self
+        config: Any = self
+        return dataclasses.replace(config, dtype=compute)
 
     def build(
         self,
@@ -211,11 +221,12 @@ def check_table(config: Optimizer, table: ParameterTable) -> None:
                 f" puts {row.path}: choose {_with_group(group)}, or another parameterization"
             )
     is_needed = config.parameterizations and trained
-    if is_needed and all(row.hyper.group != config.matrices for row in trained):
+    if is_needed and all(row.hyper.group != config.role_groups.matrices for row in trained):
         choices = " or ".join(f"parameterization:{name}" for name in config.parameterizations)
         raise ValueError(
-            f"the optimizer {config.name!r} is for parameters of the group {config.matrices}, and"
-            f" the parameterization puts none there: choose {choices}, or optimizer:adamw"
+            f"the optimizer {config.name!r} is for parameters of the group"
+            f" {config.role_groups.matrices}, and the parameterization puts none there: choose"
+            f" {choices}, or optimizer:adamw"
         )
     for row in trained:
         group = row.hyper.group
@@ -242,7 +253,7 @@ def _with_group(group: Group) -> str:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
         # Others may take any group, and are not what its rates are made for.
-        own = {"adamw", kind.matrices, kind.head}
+        own = {"adamw", *kind.role_groups}
         if group in own and group in getattr(kind, "groups", ()):
             homes.add(kind.name)
     return " or ".join(f"optimizer:{name}" for name in sorted(homes)) or "another optimizer"

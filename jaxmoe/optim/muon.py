@@ -35,7 +35,7 @@ import optax
 from jaxtyping import Array, Int
 
 from jaxmoe.optim.adamw import ADAM, adamw_group
-from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer
+from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer, RoleGroups
 from jaxmoe.optim.matrices import Matrix, matrices_of
 from jaxmoe.optim.newton_schulz import Coefficients, newton_schulz
 from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion, straight_steps
@@ -52,8 +52,8 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 class MatrixOptimizer(Optimizer):
     """Base of optimisers with Muon for matrices and AdamW for all else."""
 
-    learning_rate: float = 0.02
-    """Peak learning rate for matrices; the schedule and the role's multiplier multiply it."""
+    learning_rate: float
+    """Peak learning rate of the matrices."""
     adamw_ratio: float = 1.0
     """Learning rate of the AdamW group over that of the matrices."""
     momentum: float = 0.95
@@ -70,9 +70,8 @@ class MatrixOptimizer(Optimizer):
     """Decay rate for Adam's second moment."""
     epsilon: float = 1e-8
     """Epsilon of Adam, times the role's multiplier, and of Newton-Schulz."""
-    weight_decay: float = 1e-3
-    """Decoupled weight decay of all groups, times the role's multiplier. HyperP's Muon baseline has
-    1e-3 and an independent decay; 0.1 is usual if the learning rate multiplies it."""
+    weight_decay: float
+    """Decoupled weight decay of all groups."""
     dtype: ComputeDtype = "auto"
     """Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU."""
     layout: MatrixLayout = "spread"
@@ -81,12 +80,6 @@ class MatrixOptimizer(Optimizer):
     def rate_ratio(self, group: Group) -> float:
         """Return `adamw_ratio` for the group of AdamW, 1 for the others."""
         return self.adamw_ratio if group == "adamw" else 1.0
-
-    def resolve_dtype(self, compute: Literal["float32", "bfloat16"]) -> Any:
-        """Return the config with the dtype "auto" of Newton-Schulz replaced."""
-        if self.dtype != "auto":
-            return self
-        return dataclasses.replace(self, dtype=compute)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +92,14 @@ class MuonConfig(MatrixOptimizer):
         "muon": GroupTraits(moments_per_parameter=1, has_whole_matrices=True, takes_vectors=False),
         "adamw": ADAM,
     }
-    matrices: ClassVar[Group] = "muon"
+    role_groups: ClassVar[RoleGroups] = RoleGroups(matrices="muon")
     parameterizations: ClassVar[tuple[str, ...]] = ("mup_muon", "mup_plus_plus_muon")
 
+    learning_rate: float = 0.02
+    """Peak learning rate for matrices; the schedule and the role's multiplier multiply it."""
+    weight_decay: float = 1e-3
+    """Decoupled weight decay of all groups, times the role's multiplier. HyperP's Muon baseline has
+    1e-3 and an independent decay; 0.1 is usual if the learning rate multiplies it."""
     scale: Scale | None = "spectral_norm"
     """Scale by fan-out and fan-in: spectral_norm sqrt(out / in), rms_norm 0.2 sqrt(max(out, in)),
     clip_norm sqrt(max(1, out / in)), or 1."""

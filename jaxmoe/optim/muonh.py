@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import optax
 
 from jaxmoe.optim.adamw import ADAM, adam_directions, adamw_group
-from jaxmoe.optim.groups import GroupMembers, GroupTraits
+from jaxmoe.optim.groups import GroupMembers, GroupTraits, RoleGroups
 from jaxmoe.optim.hypersphere import Sphere, on_sphere
 from jaxmoe.optim.muon import ComputeDtype, Form, MatrixOptimizer, muon_directions, scale_by_muon
 from jaxmoe.optim.newton_schulz import Coefficients
@@ -41,8 +41,7 @@ class MuonHConfig(MatrixOptimizer):
         "adamh": GroupTraits(moments_per_parameter=2, takes_vectors=False, takes_zeros=False),
         "adamw": ADAM,
     }
-    matrices: ClassVar[Group] = "muonh"
-    head: ClassVar[Group] = "adamh"
+    role_groups: ClassVar[RoleGroups] = RoleGroups(matrices="muonh", head="adamh")
     parameterizations: ClassVar[tuple[str, ...]] = ("hyperp", "muonh_vanilla")
 
     learning_rate: float = 0.014

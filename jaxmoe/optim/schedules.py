@@ -6,15 +6,16 @@
     cosine   warm-up, then half a cosine to the floor
     wsd      warm-up, stable, then a straight line to the floor over the last `decay_fraction`
 
-To add a schedule: a config that extends `ScheduleBase`, in `jaxmoe/optim/schedules.py`, and its row
-under `schedule` in `jaxmoe/catalog/runs.py`.
+To add a schedule: a config in `jaxmoe/optim/schedules.py` that extends `ScheduleBase`, or
+`WarmupDecay` and its `fall`, and its row under `schedule` in `jaxmoe/catalog/runs.py`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -22,11 +23,10 @@ from jaxtyping import Array, Float
 from jaxmoe.catalog import Registry
 
 Schedule = Callable[[Array], Float[Array, ""]]
-Fitted = TypeVar("Fitted", bound="ScheduleBase")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleBase:
+class ScheduleBase(abc.ABC):
     """Base class of schedules: warm-up, then a fall to the floor at the last step."""
 
     name: ClassVar[str]
@@ -34,7 +34,7 @@ class ScheduleBase:
 
     warmup_steps: int = 0
     """Number of warm-up steps."""
-    floor: float = 0.1
+    floor: float
     """Final learning rate over the peak."""
 
     def __post_init__(self):
@@ -56,11 +56,41 @@ class ScheduleBase:
             count = step.astype(jnp.float32)
             warmup = jnp.minimum(1.0, (count + 1.0) / max(self.warmup_steps, 1))
             progress = jnp.clip((count - first) / max(steps - first, 1), 0.0, 1.0)
-            return warmup * self.fallen(progress)
+            return warmup * self.fall(progress)
 
         return factor
 
-    def fit(self: Fitted, steps: int, fields: Collection[str] = ()) -> Fitted:
+    @abc.abstractmethod
+    def fit(self, steps: int, fields: Collection[str] = ()) -> Self:
+        """Return the schedule with numbers of steps that fit a run; unchanged if they fit already.
+
+        Args:
+            steps: Total number of optimiser steps.
+            fields: Names of fields that must stay as they are.
+        """
+
+    @abc.abstractmethod
+    def first_fall(self, steps: int) -> int:
+        """Return the first step of the fall."""
+
+    @abc.abstractmethod
+    def stable_step(self, steps: int) -> int | None:
+        """Return the last step of a constant rate, from which a longer run can go on; None without
+        one."""
+
+    @abc.abstractmethod
+    def fall(self, progress: Float[Array, ""]) -> Float[Array, ""]:
+        """Return the factor at a share of the fall."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupDecay(ScheduleBase):
+    """Base class of schedules that fall from the end of the warm-up on."""
+
+    floor: float = 0.1
+    """Final learning rate over the peak."""
+
+    def fit(self, steps: int, fields: Collection[str] = ()) -> Self:
         """Return the schedule with a warm-up that fits a run; unchanged if it fits already.
 
         Args:
@@ -72,35 +102,34 @@ class ScheduleBase:
         return dataclasses.replace(self, warmup_steps=steps // 5)
 
     def first_fall(self, steps: int) -> int:
-        """Return the first step of the fall: by default the end of the warm-up."""
+        """Return the end of the warm-up."""
         del steps
         return self.warmup_steps
 
     def stable_step(self, steps: int) -> int | None:
-        """Return the last step of a constant rate, from which a longer run can go on; None without
-        one."""
+        """Return None: the rate is never constant."""
         del steps
         return None
 
-    def fallen(self, progress: Float[Array, ""]) -> Float[Array, ""]:
-        """Return the factor at a share of the fall: by default a straight line."""
-        return 1.0 - (1.0 - self.floor) * progress
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LinearConfig(ScheduleBase):
+class LinearConfig(WarmupDecay):
     """Warm-up, then a straight line to the floor at the last step."""
 
     name: ClassVar[str] = "linear"
 
+    def fall(self, progress: Float[Array, ""]) -> Float[Array, ""]:
+        """Return the factor at a share of the fall."""
+        return _line(self.floor, progress)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CosineConfig(ScheduleBase):
+class CosineConfig(WarmupDecay):
     """Warm-up, then half a cosine to the floor at the last step."""
 
     name: ClassVar[str] = "cosine"
 
-    def fallen(self, progress: Float[Array, ""]) -> Float[Array, ""]:
+    def fall(self, progress: Float[Array, ""]) -> Float[Array, ""]:
         """Return the factor at a share of the fall."""
         return self.floor + (1.0 - self.floor) * (0.5 * (1.0 + jnp.cos(jnp.pi * progress)))
 
@@ -123,7 +152,7 @@ class WarmupStableDecayConfig(ScheduleBase):
                 f"schedule.decay_fraction={self.decay_fraction} must lie above 0 and at most 1"
             )
 
-    def fit(self, steps: int, fields: Collection[str] = ()) -> WarmupStableDecayConfig:
+    def fit(self, steps: int, fields: Collection[str] = ()) -> Self:
         """Return the schedule with a warm-up, or else a decay, that fits a run.
 
         Args:
@@ -153,6 +182,15 @@ class WarmupStableDecayConfig(ScheduleBase):
     def stable_step(self, steps: int) -> int | None:
         """Return the last step before the decay."""
         return self.first_fall(steps) or None
+
+    def fall(self, progress: Float[Array, ""]) -> Float[Array, ""]:
+        """Return the factor at a share of the fall."""
+        return _line(self.floor, progress)
+
+
+def _line(floor: float, progress: Float[Array, ""]) -> Float[Array, ""]:
+    """Return the factor on the straight line from 1 to the floor."""
+    return 1.0 - (1.0 - floor) * progress
 
 
 SCHEDULES = Registry("schedule")

@@ -124,7 +124,7 @@ def _row(role: Role, num_layers: int, options: StandardConfig, rate: float) -> H
 
 
 def _group(role: Role, options: StandardConfig) -> Group:
-    optimizer = OPTIMIZERS[options.matrices]
+    groups = OPTIMIZERS[options.matrices].role_groups
     if ROLE_CLASSES[role] in ("hidden", "experts", "router"):
-        return optimizer.matrices
-    return optimizer.head if role == "head" else "adamw"
+        return groups.matrices
+    return groups.head if role == "head" else "adamw"

@@ -19,6 +19,7 @@ from jaxmoe.optim import (
     LinearConfig,
     MuonConfig,
     Optimizer,
+    RoleGroups,
 )
 from jaxmoe.optim.steps import straight_steps
 from jaxmoe.parameters import FROZEN, Group, ParameterTable
@@ -42,7 +43,7 @@ class SignConfig(Optimizer):
         "sign": GroupTraits(moments_per_parameter=3, has_whole_matrices=True, takes_vectors=False),
         "adamw": GroupTraits(moments_per_parameter=0),
     }
-    matrices: ClassVar[Group] = "sign"
+    role_groups: ClassVar[RoleGroups] = RoleGroups(matrices="sign")
 
     learning_rate: float = 0.5
     slow_ratio: float = 0.1
