@@ -88,10 +88,20 @@ def part_of_cache(reading: CacheReading, pages: int | None) -> CacheReading:
     Args:
         reading: Choice of `--reading`.
         pages: Number of pages with the largest scores; that of `reading` when None.
+
+    Raises:
+        ValueError: The reading selects something other than a number of pages.
     """
     if pages is None:
         return reading
-    return reading.with_kept(pages) if reading.selects else PageSelectionConfig(kept=pages)
+    if not reading.selects:
+        return PageSelectionConfig(kept=pages)
+    if "kept" not in {field.name for field in dataclasses.fields(reading)}:
+        raise ValueError(
+            f"reading:{reading.name} reads no number of pages (cache_pages={pages}): leave it out"
+        )
+    selection: Any = reading
+    return dataclasses.replace(selection, kept=pages)
 
 
 def main(argv: Sequence[str]) -> int:

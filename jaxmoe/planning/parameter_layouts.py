@@ -125,7 +125,7 @@ def kept_axes(
     """
     if ax.EXPERTS not in row.declaration.axes:
         return (ax.STAGE, *ax.pieces(tuple(mesh), (ax.TENSOR,)))
-    if not execution.dispatcher.spreads_experts:
+    if not execution.dispatcher.traits.spreads_experts:
         return (ax.STAGE,)
     rules = execution.axis_rules
     return (ax.STAGE, *rules.mesh_axes(ax.EXPERTS), *rules.mesh_axes(ax.EXPERT_MLP))

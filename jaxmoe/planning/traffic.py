@@ -202,7 +202,7 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
 
 def _rows(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
-    if not plan.execution.dispatcher.spreads_experts:
+    if not plan.execution.dispatcher.traits.spreads_experts:
         return
     value = plan.model.embed_dim * sizes.itemsize
     rules = plan.execution.axis_rules
@@ -212,7 +212,7 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
             continue
         experts = stack.kind.feed_forward.sizes
         times = 2 * _both(sizes, stack)
-        if not plan.execution.dispatcher.gathers_tokens:
+        if not plan.execution.dispatcher.traits.gathers_tokens:
             shared = rules.mesh_axes(ax.EXPERT_MLP)
             sent = sizes.rows(experts) * value
             yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sent, times)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
-from sharding.expert_parallel.dispatcher import Dispatcher
+from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.permute import move_rows, sort_by_expert
 
 
@@ -33,7 +33,7 @@ class AllGatherConfig(Dispatcher):
     """Tokens are gathered to the experts, sums are scattered back."""
 
     name: ClassVar[str] = "all_gather"
-    gathers_tokens: ClassVar[bool] = True
+    traits: ClassVar[DispatcherTraits] = DispatcherTraits(gathers_tokens=True)
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Sort, from the rows of all devices, those of the experts held here."""

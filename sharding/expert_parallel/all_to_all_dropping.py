@@ -31,7 +31,7 @@ from jaxtyping import Array, Int
 
 from sharding.expert_parallel.all_to_all import check_num_chunks
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
-from sharding.expert_parallel.dispatcher import Dispatcher
+from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.permute import loads, sort_by_expert
 from sharding.expert_parallel.transport import (
     Transport,
@@ -46,7 +46,7 @@ class AllToAllDroppingConfig(Dispatcher):
     """Rows travel to the device of their expert in bounded buffers; the rest is dropped."""
 
     name: ClassVar[str] = "all_to_all_dropping"
-    has_bound: ClassVar[bool] = True
+    traits: ClassVar[DispatcherTraits] = DispatcherTraits(has_bound=True)
 
     capacity_factor: float = 2.0
     """Rows that may travel between two devices, in even shares of a device's assignments."""

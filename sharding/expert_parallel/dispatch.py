@@ -109,8 +109,8 @@ def _send_and_return(
 ) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
     """Return the sums and drop counts of one chunk."""
     axes = outgoing.axes
-    shared = axes.all if config.gathers_tokens else axes.expert_tensor
-    shared = () if config.has_whole_tokens else shared
+    shared = axes.all if config.traits.gathers_tokens else axes.expert_tensor
+    shared = () if config.traits.has_whole_tokens else shared
     if shared:
         outgoing = _gather_tokens(outgoing, shared)
     sent = (config if _is_spread(axes) else LocalConfig()).dispatch(outgoing)
@@ -120,7 +120,7 @@ def _send_and_return(
     if shared:
         y = jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
         dropped = dropped / jax.lax.axis_size(shared)  # each of them counts all their tokens
-    elif config.has_whole_tokens and axes.all:
+    elif config.traits.has_whole_tokens and axes.all:
         y = jax.lax.psum(y, axes.all)
     return y, dropped
 

@@ -5,10 +5,27 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import ClassVar
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
 from sharding.expert_parallel.transport import TransportChoice
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DispatcherTraits:
+    """Properties of a dispatcher that the rest of the library depends on."""
+
+    spreads_experts: bool = True
+    """Each device of the expert axes computes its own experts only."""
+    gathers_tokens: bool = False
+    """The devices of the expert axes first share all their tokens."""
+    has_whole_tokens: bool = False
+    """Each device of the expert axes has all tokens already, and needs all sums."""
+    lends_experts: bool = False
+    """Devices compute experts of other devices, whose weights are sent as they are stored."""
+    has_bound: bool = False
+    """Rows beyond a number that follows from those of a dispatch are dropped."""
 
 
 class Dispatcher(abc.ABC):
@@ -18,16 +35,8 @@ class Dispatcher(abc.ABC):
 
     name: ClassVar[str]
     """Name in configs and flags."""
-    spreads_experts: ClassVar[bool] = True
-    """Each device of the expert axes computes its own experts only."""
-    gathers_tokens: ClassVar[bool] = False
-    """The devices of the expert axes first share all their tokens."""
-    has_whole_tokens: ClassVar[bool] = False
-    """Each device of the expert axes has all tokens already, and needs all sums."""
-    lends_experts: ClassVar[bool] = False
-    """Devices compute experts of other devices, whose weights are sent as they are stored."""
-    has_bound: ClassVar[bool] = False
-    """Rows beyond a number that follows from those of a dispatch are dropped."""
+    traits: ClassVar[DispatcherTraits] = DispatcherTraits()
+    """Properties of the dispatcher."""
 
     @property
     def chunks(self) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 from typing import ClassVar
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
-from sharding.expert_parallel.dispatcher import Dispatcher
+from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.permute import permute_rows, sort_by_expert
 
 
@@ -21,7 +21,7 @@ class LocalConfig(Dispatcher):
     """All experts on every device; tokens stay where they are."""
 
     name: ClassVar[str] = "local"
-    spreads_experts: ClassVar[bool] = False
+    traits: ClassVar[DispatcherTraits] = DispatcherTraits(spreads_experts=False)
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Sort the assigned rows by expert, on this device."""

@@ -14,6 +14,7 @@ import dataclasses
 from typing import ClassVar
 
 from sharding.expert_parallel.all_gather import AllGatherConfig
+from sharding.expert_parallel.dispatcher import DispatcherTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,5 +22,4 @@ class ResidentConfig(AllGatherConfig):
     """Tokens are whole on every device, sums are added up."""
 
     name: ClassVar[str] = "resident"
-    gathers_tokens: ClassVar[bool] = False
-    has_whole_tokens: ClassVar[bool] = True
+    traits: ClassVar[DispatcherTraits] = DispatcherTraits(has_whole_tokens=True)

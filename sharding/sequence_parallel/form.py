@@ -72,14 +72,6 @@ class SequenceParallelism(abc.ABC):
         del seq
         return fold
 
-    def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Return how many devices may share the documents of a micro-batch, in ascending order.
-
-        Args:
-            ranks: Devices that share a row.
-        """
-        return (ranks,)
-
 
 class SequenceForm(SequenceParallelism):
     """One form of sequence parallelism."""
@@ -95,14 +87,6 @@ class SequenceForm(SequenceParallelism):
         """Return this form; its name is the reason."""
         del sizes
         return FormChoice(config=self, reason=self.name, bytes={})
-
-    def ring_ranks(self, ranks: int) -> int:
-        """Return the parts in which tokens are laid out.
-
-        Args:
-            ranks: Devices that share a sequence.
-        """
-        return ranks
 
     def token_order(
         self,
@@ -128,7 +112,7 @@ class SequenceForm(SequenceParallelism):
             return None
         if self.layout != "document_zigzag":
             segment_ids = None
-        return sequence_order(length, self.ring_ranks(ranks), self.layout, segment_ids)
+        return sequence_order(length, ranks, self.layout, segment_ids)
 
     def check(self, sizes: AttentionSizes) -> None:
         """Check that this form can spread the heads and the length.

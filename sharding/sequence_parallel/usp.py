@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import jax
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Int
 
 from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.sequence_layout import SequenceLayout
@@ -57,9 +59,16 @@ class UlyssesRingConfig(SequenceForm):
         """Ring between groups."""
         return RingConfig(layout=self.layout, directions=self.directions, transport=self.transport)
 
-    def ring_ranks(self, ranks: int) -> int:
-        """Return the groups of devices between which keys travel."""
-        return ranks // self.ulysses
+    def token_order(
+        self,
+        length: int,
+        ranks: int,
+        segment_ids: Int[Array, "B S"] | None = None,
+        arrays: Mapping[str, Array] = MappingProxyType({}),
+    ) -> Int[np.ndarray, " S"] | Int[Array, "B S"] | None:
+        """Return the order of a ring of groups of devices; see the base class."""
+        groups = ranks if ranks == 1 else ranks // self.ulysses
+        return self.ring.token_order(length, groups, segment_ids, arrays)
 
     def check_pieces(self, sizes: Mapping[str, int]) -> None:
         """Check that mesh.seq is in two pieces, the ring and the exchange.

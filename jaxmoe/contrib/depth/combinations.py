@@ -34,7 +34,11 @@ ROWS: Final = (
     ),
     Row(
         _HALVES,
-        trait("execution.dispatcher", "has_bound", "with a bound"),
+        that(
+            "execution.dispatcher",
+            "with a bound",
+            lambda dispatcher: dispatcher.traits.has_bound,
+        ),
         "{first} sends half of a device's rows at a time, and {second} drops what exceeds a bound"
         " of those: other rows than of the whole",
         f"choose execution.dispatcher:all_to_all, or {_ONE_HALF}",

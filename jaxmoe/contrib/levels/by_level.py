@@ -32,7 +32,13 @@ from jaxtyping import Array, Int
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.fold import MoEMesh
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import Cut, HeldAttention, RingMessage, SequenceForm
+from sharding.sequence_parallel.form import (
+    Cut,
+    HeldAttention,
+    RingMessage,
+    SequenceForm,
+    SequenceParallelism,
+)
 from sharding.sequence_parallel.local_attention import Seen, attend_locally
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
@@ -56,10 +62,6 @@ class LevelsConfig(SequenceForm):
         cuts = tuple(2**i for i in range(1, max(seq, 1).bit_length() - 1))
         return dataclasses.replace(fold or MoEMesh(), seq_cuts=cuts) if cuts else fold
 
-    def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Return every power of two up to the ranks."""
-        return tuple(2**level for level in range(ranks.bit_length()))
-
     def token_order(
         self,
         length: int,
@@ -78,7 +80,7 @@ class LevelsConfig(SequenceForm):
         del segment_ids
         if ranks == 1 or LEVEL not in arrays:
             return _RING.token_order(length, ranks)
-        orders = [_order_within(length, ranks, degree) for degree in self.degrees(ranks)]
+        orders = [_order_within(length, ranks, degree) for degree in _powers(ranks)]
         return jnp.asarray(np.stack(orders))[arrays[LEVEL]]
 
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
@@ -91,12 +93,27 @@ class LevelsConfig(SequenceForm):
         def branch(degree: int, arrays: HeldAttention) -> tuple[Array, Seen]:
             return _attend_at(degree, arrays._replace(rules=inputs.rules, cut=inputs.cut))
 
-        branches = [functools.partial(branch, degree) for degree in self.degrees(ranks)]
+        branches = [functools.partial(branch, degree) for degree in _powers(ranks)]
         return jax.lax.switch(inputs.arrays[LEVEL], branches, arrays)
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         """Yield the messages of the highest level."""
         return _RING.messages(sizes, is_backward=is_backward)
+
+
+def document_degrees(form: SequenceParallelism, ranks: int) -> tuple[int, ...]:
+    """Return how many devices may share the documents of a micro-batch, in ascending order.
+
+    Args:
+        form: Form of the sequence parallelism: every power of two by level; all devices otherwise.
+        ranks: Devices that share a row.
+    """
+    return _powers(ranks) if isinstance(form, LevelsConfig) else (ranks,)
+
+
+def _powers(ranks: int) -> tuple[int, ...]:
+    """Return every power of two up to the ranks."""
+    return tuple(2**level for level in range(ranks.bit_length()))
 
 
 def _attend_at(degree: int, inputs: HeldAttention) -> tuple[Array, Seen]:

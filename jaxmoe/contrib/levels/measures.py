@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmoe.contrib.levels.by_level import document_degrees
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.training.accumulation import level_of, level_tokens, split_rows
@@ -47,7 +48,8 @@ def level_measures(
     num_used = jnp.sum(levels >= 0, dtype=jnp.float32)
     rows, length = parts["segment_ids"].shape[1:]
     measures = {"micro_batches": num_used, "full": total / (num_used * float(rows * length))}
-    for level, degree in enumerate(execution.sequence_parallel.degrees(execution.mesh.seq)):
+    degrees = document_degrees(execution.sequence_parallel, execution.mesh.seq)
+    for level, degree in enumerate(degrees):
         tokens_of_level = jnp.sum(jnp.where(levels == level, tokens, 0.0))
         measures[f"share_{degree}"] = tokens_of_level / total
     return measures

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 from jaxmoe import combinations
 from jaxmoe.contrib.levels import LevelAssigner, LevelCost, LevelPacking, Room
+from jaxmoe.contrib.levels.by_level import document_degrees
 from jaxmoe.layers.context import heads_of
 from jaxmoe.models.flops import matmul_parameters
 from jaxmoe.planning.abstract_step import StepPlan
@@ -58,7 +59,7 @@ def level_room(plan: StepPlan) -> Room:
     ranks = plan.execution.mesh.seq
     return Room(
         tokens=plan.sequence_length // ranks,
-        degrees=plan.execution.sequence_parallel.degrees(ranks),
+        degrees=document_degrees(plan.execution.sequence_parallel, ranks),
         rows=plan.batch_size // plan.accumulation,
     )
 

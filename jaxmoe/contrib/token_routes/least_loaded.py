@@ -33,7 +33,7 @@ from jaxtyping import Array, Int
 from jaxmoe.contrib.token_routes.borrowed_weights import with_borrowed
 from jaxmoe.contrib.token_routes.least_loaded_plan import LoanPlan, ThresholdPer, make_plan
 from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes, Outgoing
-from sharding.expert_parallel.dispatcher import Dispatcher
+from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.permute import sort_by_expert
 from sharding.expert_parallel.transport import (
     Transport,
@@ -48,7 +48,7 @@ class LeastLoadedConfig(Dispatcher):
     """Rows travel to the device of their expert, or to one that borrows it; none is dropped."""
 
     name: ClassVar[str] = "least_loaded"
-    lends_experts: ClassVar[bool] = True
+    traits: ClassVar[DispatcherTraits] = DispatcherTraits(lends_experts=True)
 
     borrowed: int = 4
     """Experts that a device may borrow; each takes the memory of one more expert."""

@@ -191,14 +191,14 @@ def _spreads(
     is_routed = plan.model.num_moe_layers > 0
     for one in folds:
         if not space.dispatchers:
-            if one is fold or own.spreads_experts:
+            if one is fold or own.traits.spreads_experts:
                 yield own, one
             continue
         is_spread = mesh.expert > 1 or (one is not None and one.expert * one.expert_tensor > 1)
         if is_spread and not is_routed:
             continue
         for dispatcher in space.dispatchers:
-            if dispatcher.spreads_experts == is_spread:
+            if dispatcher.traits.spreads_experts == is_spread:
                 yield dispatcher, one
 
 

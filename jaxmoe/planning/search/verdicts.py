@@ -28,7 +28,7 @@ def plan_in_words(plan: StepPlan) -> str:
     if number > 1:
         parts.append(f"{number} micro-batches")
     parts.append(execution.rules)
-    if execution.dispatcher.spreads_experts:
+    if execution.dispatcher.traits.spreads_experts:
         parts.append(execution.dispatcher.name)
     if execution.mesh.stage > 1:
         parts.append(schedule_in_words(execution.pipeline_order))

@@ -112,10 +112,6 @@ class PageSelectionConfig(CacheReading):
         """Pages that a token reads."""
         return self.kept + self.first + self.latest
 
-    def with_kept(self, kept: int) -> PageSelectionConfig:
-        """Return the same selection of another number of pages."""
-        return dataclasses.replace(self, kept=kept)
-
     def num_slots(self, length: int, shards: int) -> int:
         """Return the positions in whole pages, as many on every device."""
         part = shards * self.size

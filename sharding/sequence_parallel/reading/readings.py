@@ -30,19 +30,6 @@ class CacheReading(abc.ABC):
     selects: ClassVar[bool]
     """Whether a part of the cache may be left out."""
 
-    def with_kept(self, kept: int) -> CacheReading:
-        """Return the reading of another number of pages.
-
-        Args:
-            kept: Pages that are chosen for a token.
-
-        Raises:
-            ValueError: It reads no number of pages.
-        """
-        raise ValueError(
-            f"reading:{self.name} reads no number of pages (kept={kept}): leave it out"
-        )
-
     @abc.abstractmethod
     def num_slots(self, length: int, shards: int) -> int:
         """Return the slots of a cache, as many on every device.

@@ -51,7 +51,7 @@ def _all_of(plan, mesh):
             continue
         if fold is not None and (mesh.tensor == 1 or mesh.expert > 1):
             continue
-        if dispatcher.spreads_experts != (mesh.expert > 1 or fold is not None):
+        if dispatcher.traits.spreads_experts != (mesh.expert > 1 or fold is not None):
             continue
         if 32 % (number * mesh.batch_shards):
             continue

@@ -148,7 +148,7 @@ def on_mesh(layout, config, *, order=None, moves_tokens=False):
     """
     mesh, axes = mesh_of(layout)
     tokens = PartitionSpec(tuple(mesh.axis_names))
-    spread = axes.expert if config.spreads_experts and axes.expert else None
+    spread = axes.expert if config.traits.spreads_experts and axes.expert else None
     hidden = axes.expert_tensor or None
     specs = {
         "gate_up": PartitionSpec(spread, None, None, hidden),
@@ -412,13 +412,13 @@ def bytes_by_formula(layout, name, *, moves_tokens=False):
     number = getattr(config, "num_chunks", 1)
     experts, tensor = sizes["expert"], sizes.get("etp", 1)
     tokens = T // (experts * tensor) // number
-    shared = experts * tensor if config.gathers_tokens else tensor
+    shared = experts * tensor if config.traits.gathers_tokens else tensor
     found = {"all-gather": [], "reduce-scatter": [], "all-to-all": [], "ragged-all-to-all": []}
     if shared > 1:  # tokens, gates, ids; the gradient of the sums
         together = shared * tokens
         found["all-gather"] += [together * n for n in (D, K, K, D)]
         found["reduce-scatter"] += [together * n for n in (D, D, K)]  # sums; gradients of x, gates
-    if not config.gathers_tokens:
+    if not config.traits.gathers_tokens:
         together = tokens * tensor
         most = min(together * K, together * E // experts)
         if isinstance(config, AllToAllDroppingConfig):

@@ -186,7 +186,7 @@ class MoE(nn.Module):
             axes = {name: logical_axes(x, WEIGHT_AXES[name]) for name, x in weights.items()}
         product = self.execution.encoded_product
         # A dispatcher that lends experts to other devices encodes the weights after sending them.
-        if product is None or self.execution.dispatcher.lends_experts:
+        if product is None or self.execution.dispatcher.traits.lends_experts:
             return axes
         return encoded_axes(axes, product)
 

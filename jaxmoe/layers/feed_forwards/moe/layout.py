@@ -61,7 +61,7 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
     placement = execution.placement
     positions = placement.mesh_axes(ax.ACT_SEQ)
     experts = ExpertAxes()
-    if execution.dispatcher.spreads_experts:
+    if execution.dispatcher.traits.spreads_experts:
         experts = ExpertAxes(
             expert=placement.mesh_axes(ax.EXPERTS), expert_tensor=placement.mesh_axes(ax.EXPERT_MLP)
         )
@@ -101,7 +101,7 @@ def check_layout(
     def devices(*names: str) -> int:
         return math.prod(mesh.get(axis, 1) for name in names for axis in rules.mesh_axes(name))
 
-    if not dispatcher.spreads_experts:
+    if not dispatcher.traits.spreads_experts:
         return
     if devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
         tokens = sequences * length // devices(ax.ACT_SEQ)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.levels.by_level import LevelsConfig
+from jaxmoe.contrib.levels.by_level import LevelsConfig, document_degrees
 from jaxmoe.execution import ExecutionConfig
 from sharding import MeshConfig, make_mesh
 from sharding.constrain import Placement
@@ -157,7 +157,7 @@ def test_form_cuts_the_mesh_and_leaves_an_open_axis():
     assert execution.axis_rules.mesh_axes("act_batch") == ("replica", "data", "expert")
     assert FORM.mesh_fold(None, 2) is None  # one piece
     assert FORM.mesh_fold(MoEMesh(expert=4), 8) == MoEMesh(expert=4, seq_cuts=(2, 4))
-    assert [LevelsConfig().degrees(n) for n in (1, 2, 8)] == [(1,), (1, 2), (1, 2, 4, 8)]
+    assert [document_degrees(LevelsConfig(), n) for n in (1, 2, 8)] == [(1,), (1, 2), (1, 2, 4, 8)]
 
 
 @pytest.mark.parametrize(
