@@ -96,13 +96,12 @@ def finetune_config(initial: str | None) -> PretrainConfig:
             f" {saved.checkpoint.initial_path}: fold it first, python -m experiments.checkpoint"
             f" convert --run.directory {initial} --fold True"
         )
-    objective: Any = saved.training.objective
     training = dataclasses.replace(
         saved.training,
         steps=STEPS,
         batch_ramp=None,
         skipping=None,
-        objective=NextTokenConfig() if objective.reads_answers else objective,
+        objective=saved.training.objective if saved.rl is None else NextTokenConfig(),
     )
     execution = dataclasses.replace(
         saved.execution, mesh=ExecutionConfig().mesh, fold=None, pipeline=None

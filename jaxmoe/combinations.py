@@ -427,24 +427,6 @@ ROWS: Final = (
         "choose training.objective:next_token, or data.train_on=all",
     ),
     Row(
-        trait("training.objective", "reads_answers", "of answers"),
-        unset("rl"),
-        "{first} trains on answers and their rewards, and rl is None",
-        "train with python -m experiments.rl",
-    ),
-    Row(
-        is_set("rl"),
-        trait("training.objective", "reads_answers", "of data", value=False),
-        "{second} trains on data, and rl draws answers",
-        "set training.objective to policy_gradient",
-    ),
-    Row(
-        is_set("rl"),
-        is_set("training.batch_ramp"),
-        "every step of rl has rl.prompts x rl.group answers, and training.batch_ramp changes them",
-        "set training.batch_ramp to None",
-    ),
-    Row(
         equals("checkpoint.initial.state", "all"),
         is_set("checkpoint.initial.mapping"),
         "{second} maps parameters, and {first} takes all arrays under their own names",

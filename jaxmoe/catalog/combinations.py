@@ -39,6 +39,7 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("execution.sequence_parallel", ("levels",), _LEVELS),
     ("optimizer", ("mkor",), _MKOR),
     ("rl", (), _RL),
+    ("training.objective", ("policy_gradient",), _RL),
     ("parts.*", ("gradient_comparison",), _TELEMETRY),
 )
 """Dotted path of a choice, names of its members or its values (any value that is set where there

@@ -90,8 +90,9 @@ class Assembly:
         Args:
             rows: Rows of the batch.
         """
-        if self.feed.num_parts is not None:
-            return self.feed.num_parts
+        repacking = self.loader.repacking if self.reads_rows else None
+        if repacking is not None:
+            return repacking.micro_batches
         training = self.plan.config.training
         return accumulation_of(rows, training.batch_size, training.accumulation)
 
@@ -154,6 +155,11 @@ class Assembly:
         dtype = precision.parameter_dtype
         params = abstract_params(plan.table, precision.weights, dtype, rules, self.mesh)
         return dataclasses.replace(shapes, params=params)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether steps are taken on rows of the data, not on batches that the run makes."""
+        return self.plan.config.rl is None
 
     @functools.cached_property
     def feed(self) -> Feed:

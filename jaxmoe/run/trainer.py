@@ -220,8 +220,8 @@ class Trainer:
                 resources.callback(trace.close)
                 if trace.start.is_due(step):
                     trace.start.run(step, state)
-            resources.callback(assembly.feed.close)
-            assembly.feed.begin(reporter.log_numbers, functools.partial(first_state, assembly))
+            initial = functools.partial(first_state, assembly)
+            resources.enter_context(assembly.feed.session(reporter.log_numbers, initial))
             reporter.start()
             resources.enter_context(self._stopwatch.on(LOOP))
             for part in self._parts:
@@ -278,7 +278,7 @@ class Trainer:
         """Go on from an earlier step without the data of those refused; False if that cannot be."""
         assembly = self._assembly
         refused = self._loop.refused
-        if refused is None or not assembly.feed.skips_rows:
+        if refused is None or not assembly.reads_rows:
             return False
         self._checkpoints.check_held()  # the next line writes
         lineage = without_refused(self._directory, assembly, refused)

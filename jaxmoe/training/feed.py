@@ -3,7 +3,8 @@
 """Socket `Feed`: where the batches of a run come from.
 
 `LoaderFeed` reads them from data; a feed whose batches depend on the parameters in training makes
-them in `train`. `jaxmoe.training.loop.Loop` asks for batches in the order of the steps.
+them in `train`, with what its session has opened. `jaxmoe.training.loop.Loop` asks for batches in
+the order of the steps.
 
 To add a feed: a class derived from `Feed`, a config derived from `FeedConfig` that builds it, and
 its row under `feed` in `jaxmoe/catalog/runs.py`.
@@ -15,6 +16,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from jax.sharding import Mesh
@@ -34,19 +36,11 @@ class Feed:
 
     check      once, before the run directory is taken
     batch      when a step is compiled
-    begin      before the first step of a loop; `close` after its last
+    session    around all steps of a loop
     batches    once in each loop; a loop after a rollback or on another mesh begins anew
     train      for each batch
     after      for each step, before its hooks
     """
-
-    skips_rows: ClassVar[bool] = True
-    """Whether a run may go back and leave out the rows of refused steps: other rows follow then."""
-
-    @property
-    def num_parts(self) -> int | None:
-        """Number of micro-batches that a batch is made of; None where the run decides."""
-        return None
 
     def check(self) -> None:
         """Raise ValueError if the run cannot be trained on this feed."""
@@ -59,17 +53,19 @@ class Feed:
         """Yield the batches after a number of steps in order, on the devices."""
         raise NotImplementedError
 
-    def begin(
+    def session(
         self,
         log: Callable[[int, Mapping[str, float]], None],
         first_state: Callable[[], TrainState],
-    ) -> None:
-        """Open what the batches are made with.
+    ) -> AbstractContextManager[None]:
+        """Return the context of a loop, which has open what the batches are made with.
 
         Args:
             log: Receives a step, from 1, and numbers of its own.
             first_state: Returns the state that the run began with.
         """
+        del log, first_state
+        return contextlib.nullcontext()
 
     def train(
         self, step_function: StepFunction, state: TrainState, batch: Batch
@@ -93,9 +89,6 @@ class Feed:
             step: Number of the step, from 1.
             metrics: Its metrics, on the devices; reading them waits for the step.
         """
-
-    def close(self) -> None:
-        """Close what `begin` opened; further calls do nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,11 +153,6 @@ class LoaderFeed(Feed):
     """Part of each batch that this process reads, and the number of parts."""
     last_step: int
     """Total number of steps."""
-
-    @property
-    def num_parts(self) -> int | None:
-        """Number of micro-batches of rows that are packed again."""
-        return None if self.loader.repacking is None else self.loader.repacking.micro_batches
 
     def batch(self, step: int) -> Batch:
         """Return the batch after a number of steps."""

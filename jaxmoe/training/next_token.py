@@ -23,10 +23,9 @@ from sharding.constrain import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NextTokenConfig(Objective):
-    """Predict each token from those before it."""
+class CausalObjective(Objective):
+    """Base class of objectives that train on each token after those before it."""
 
-    name: ClassVar[str] = "next_token"
     is_causal: ClassVar[bool] = True
     reads_loss_weights: ClassVar[bool] = True
     floor_note: ClassVar[str | None] = None
@@ -41,10 +40,6 @@ class NextTokenConfig(Objective):
         """Return the number of ids that may be predicted."""
         return model.vocab_size
 
-    def num_tokens(self, batch: Batch) -> Float[Array, ""]:
-        """Return the divisor of the summed loss."""
-        return jnp.sum(jnp.asarray(batch.loss_weights))
-
     def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
         """Return the lowest held-out loss in bits per token; None where it is not known.
 
@@ -53,10 +48,6 @@ class NextTokenConfig(Objective):
             sequence_length: Tokens of a row.
         """
         return source.entropy_bits_per_token(sequence_length)
-
-    def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
-        """Return the part of each row in `num_tokens`."""
-        return jnp.sum(jnp.asarray(batch.loss_weights), axis=1)
 
     def prepare(self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement):
         """Return the batch of a training step unchanged."""
@@ -69,3 +60,14 @@ class NextTokenConfig(Objective):
         """Return a held-out batch unchanged."""
         del model, index, placement
         return batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NextTokenConfig(CausalObjective):
+    """Predict each token from those before it."""
+
+    name: ClassVar[str] = "next_token"
+
+    def token_counts(self, batch: Batch) -> Float[Array, "B S"]:
+        """Return the loss weights."""
+        return jnp.asarray(batch.loss_weights)

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
@@ -51,8 +52,6 @@ class Objective(abc.ABC):
     """Whether weights of tokens that the data gives change the loss."""
     floor_note: ClassVar[str | None]
     """Condition under which `entropy_floor` differs from the entropy of the next token."""
-    reads_answers: ClassVar[bool] = False
-    """Whether it trains on sampled answers and their rewards, which rollouts make."""
 
     @property
     @abc.abstractmethod
@@ -75,12 +74,16 @@ class Objective(abc.ABC):
         """Return the number of ids that may be predicted: those below it."""
 
     @abc.abstractmethod
+    def token_counts(self, batch: Batch) -> Float[Array, "B S"]:
+        """Return the part of each token in the divisor of the summed loss."""
+
     def num_tokens(self, batch: Batch) -> Float[Array, ""]:
         """Return the divisor of the summed loss."""
+        return jnp.sum(self.token_counts(batch))
 
-    @abc.abstractmethod
     def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
         """Return the part of each row in `num_tokens`."""
+        return jnp.sum(self.token_counts(batch), axis=1)
 
     @abc.abstractmethod
     def entropy_floor(self, source: Source, sequence_length: int) -> float | None:

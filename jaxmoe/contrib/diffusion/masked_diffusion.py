@@ -95,11 +95,11 @@ class MaskedDiffusionConfig(Objective):
         """Return the number of ids without the last, the mask."""
         return model.vocab_size - 1
 
-    def num_tokens(self, batch: Batch) -> Float[Array, ""]:
-        """Return the number of real tokens, the divisor of the summed loss."""
+    def token_counts(self, batch: Batch) -> Float[Array, "B S"]:
+        """Return 1 for real tokens."""
         if batch.segment_ids is None:
-            return jnp.float32(batch.tokens.size)
-        return jnp.sum(jnp.asarray(batch.segment_ids) != 0, dtype=jnp.float32)
+            return jnp.ones_like(jnp.asarray(batch.loss_weights))
+        return (jnp.asarray(batch.segment_ids) != 0).astype(jnp.float32)
 
     def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
         """Return the lowest held-out loss in bits per token; None where it is not known.
@@ -113,12 +113,6 @@ class MaskedDiffusionConfig(Objective):
         if not isinstance(source, SyntheticSource):
             return None
         return source.whole_row_bits_per_token(sequence_length)
-
-    def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
-        """Return the part of each row in `num_tokens`."""
-        if batch.segment_ids is None:
-            return jnp.sum(jnp.ones_like(jnp.asarray(batch.loss_weights)), axis=1)
-        return jnp.sum(jnp.asarray(batch.segment_ids) != 0, axis=1, dtype=jnp.float32)
 
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement

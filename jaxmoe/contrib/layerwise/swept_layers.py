@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from jaxmoe.contrib.layerwise.chain import Chain
 from jaxmoe.contrib.layerwise.layer_parallel import parallel_scan, sweep_streams
@@ -31,7 +31,6 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.next_token import NextTokenConfig
-from sharding.constrain import Placement
 
 _OF_SWEEPS: Final = 0x5E  # separates its draws from those of routers
 
@@ -63,12 +62,6 @@ class SweptLayersConfig(NextTokenConfig):
             ValueError: Its layers cannot be evaluated in parallel.
         """
         parallel_scan(model)
-
-    def prepare(
-        self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
-    ) -> Batch:
-        """Return the batch of a training step unchanged."""
-        return NextTokenConfig.prepare(self, model, batch, key, placement)
 
     def further_loss(
         self,

@@ -8,8 +8,35 @@ from typing import Final
 
 from jaxmoe.choices import differs, is_set, that, unset
 from jaxmoe.combinations import Row
+from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 
 ROWS: Final = (
+    Row(
+        that(
+            "training.objective",
+            "of answers",
+            lambda objective: isinstance(objective, PolicyGradientConfig),
+        ),
+        unset("rl"),
+        "{first} trains on answers and their rewards, and rl is None",
+        "train with python -m experiments.rl",
+    ),
+    Row(
+        is_set("rl"),
+        that(
+            "training.objective",
+            "of data",
+            lambda objective: not isinstance(objective, PolicyGradientConfig),
+        ),
+        "{second} trains on data, and rl draws answers",
+        "set training.objective to policy_gradient",
+    ),
+    Row(
+        is_set("rl"),
+        is_set("training.batch_ramp"),
+        "every step of rl has rl.prompts x rl.group answers, and training.batch_ramp changes them",
+        "set training.batch_ramp to None",
+    ),
     Row(
         differs("rl.sync", "copy"),
         unset("rl.staleness"),

@@ -173,15 +173,12 @@ class RolloutFeed(Feed):
         last_step: Total number of steps.
     """
 
-    skips_rows: ClassVar[bool] = False  # answers would be the same
-
     def __init__(self, learner: Learner, source: Source, *, every: int, last_step: int):
         self._learner = learner
         self._source = source
         self._every = every
         self._last_step = last_step
         self._measures: dict[str, float] = {}
-        self._resources = contextlib.ExitStack()
 
     def check(self) -> None:
         """Raise if the engine cannot compute the answers, or the task cannot be built.
@@ -219,11 +216,12 @@ class RolloutFeed(Feed):
         del first_step
         yield from itertools.repeat(self._learner.example())
 
-    def begin(
+    @contextlib.contextmanager
+    def session(
         self,
         log: Callable[[int, Mapping[str, float]], None],
         first_state: Callable[[], TrainState],
-    ) -> None:
+    ) -> Generator[None, None, None]:
         """Open the engine, which compiles at the first step, and compute the reference model."""
         learner = self._learner
         separator = separator_of(self._source)
@@ -236,26 +234,24 @@ class RolloutFeed(Feed):
             seed=learner.seed,
             ends=() if separator is None else (separator,),
         )
-        self._rollouts = self._resources.enter_context(contextlib.closing(rollouts))
-        self._queue = AnswerQueue(
-            staleness=learner.config.staleness, every=self._every, last_step=self._last_step
-        )
-        self._log = log
-        self._reference: tuple[Any, Any] | None = None
-        if learner.objective.beta:
-            state = first_state()
-            self._reference = state.params, state.router_state
-        sync = learner.config.sync
-        self._engine_params = None if sync == "copy" else EngineParameters(sync)
-        self._log_probs = jax.jit(
-            functools.partial(
-                token_log_probs, learner.model, learner.execution, objective=learner.objective
+        with contextlib.closing(rollouts):
+            self._rollouts = rollouts
+            self._queue = AnswerQueue(
+                staleness=learner.config.staleness, every=self._every, last_step=self._last_step
             )
-        )
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._resources.close()
+            self._log = log
+            self._reference: tuple[Any, Any] | None = None
+            if learner.objective.beta:
+                state = first_state()
+                self._reference = state.params, state.router_state
+            sync = learner.config.sync
+            self._engine_params = None if sync == "copy" else EngineParameters(sync)
+            self._log_probs = jax.jit(
+                functools.partial(
+                    token_log_probs, learner.model, learner.execution, objective=learner.objective
+                )
+            )
+            yield
 
     def after(self, step: int, metrics: StepMetrics) -> None:
         """Log the measures of the answers of a step."""

@@ -46,7 +46,7 @@ from jaxmoe.contrib.rl.advantages import (
     AggregationName,
 )
 from jaxmoe.data.batch import Batch
-from jaxmoe.training.next_token import NextTokenConfig
+from jaxmoe.training.next_token import CausalObjective
 from jaxmoe.training.objective import TokenGiven
 
 ADVANTAGES = "advantages"
@@ -57,11 +57,10 @@ SAMPLER_WEIGHTS = "sampler_weights"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyGradientConfig(NextTokenConfig):
+class PolicyGradientConfig(CausalObjective):
     """Make answers with a high reward likelier (GRPO); needs rollouts, see experiments.rl."""
 
     name: ClassVar[str] = "policy_gradient"
-    reads_answers: ClassVar[bool] = True
 
     advantage: AdvantageName = "grpo"
     """Advantage of an answer over the others of its group: grpo, reward minus mean over standard
@@ -84,13 +83,9 @@ class PolicyGradientConfig(NextTokenConfig):
         if self.beta < 0.0:
             raise ValueError(f"objective.beta={self.beta} must be 0 or more")
 
-    def num_tokens(self, batch: Batch) -> Float[Array, ""]:
-        """Return the number of tokens with a weight."""
-        return jnp.sum(jnp.asarray(batch.loss_weights) > 0, dtype=jnp.float32)
-
-    def row_tokens(self, batch: Batch) -> Float[Array, " B"]:
-        """Return the part of each row in `num_tokens`."""
-        return jnp.sum(jnp.asarray(batch.loss_weights) > 0, axis=1, dtype=jnp.float32)
+    def token_counts(self, batch: Batch) -> Float[Array, "B S"]:
+        """Return 1 for tokens with a weight."""
+        return (jnp.asarray(batch.loss_weights) > 0).astype(jnp.float32)
 
     def has_signal(self, batch: Batch) -> Bool[Array, ""] | None:
         """Return whether an advantage is not zero; None for a batch without advantages.

@@ -200,7 +200,7 @@ def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
     """
     state = assembly.world_shapes()
     parts = 1
-    if assembly.plan.config.rl is None:
+    if assembly.reads_rows:
         _, parts = assembly.batch_part
         rows = assembly.loader.batch(0, process_index=0, process_count=parts)
     else:

@@ -66,22 +66,14 @@ def test_the_batch_that_is_compiled_for_has_the_shapes_of_all(feed):
         assert [(leaf.shape, leaf.dtype) for leaf in batch] == shapes
 
 
-def test_it_can_be_closed_without_a_step(feed):
-    feed.close()
-    feed.close()
+def test_a_session_may_end_without_a_step_and_another_follow(feed):
+    for _ in range(2):
+        with feed.session(lambda step, values: None, lambda: pytest.fail("no state is needed")):
+            pass
 
 
-def test_neutral_defaults():
-    """A feed that says nothing more takes one step on each batch as it comes."""
-    feed = Feed()
+def test_a_step_is_taken_on_each_batch_as_it_comes():
+    feed = _of_loader()
     feed.check()
-    feed.begin(lambda step, values: None, lambda: pytest.fail("the state is not asked for"))
     train = inspect.unwrap(Feed.train)  # plain objects will do
     assert train(feed, lambda *pair: pair, "state", "batch") == ("state", "batch")
-    assert feed.num_parts is None and feed.skips_rows
-
-
-def test_levels_say_how_many_parts_a_batch_has():
-    feed = _of_levels()
-    assert feed.loader.repacking is not None
-    assert feed.num_parts == feed.loader.repacking.micro_batches

@@ -13,7 +13,7 @@ from tests.jaxmoe.training.test_feed import (  # noqa: F401
     STEPS,
     one_device,
     test_a_later_step_has_the_same_batch_wherever_a_loop_begins,
-    test_it_can_be_closed_without_a_step,
+    test_a_session_may_end_without_a_step_and_another_follow,
     test_the_batch_that_is_compiled_for_has_the_shapes_of_all,
 )
 from tests.support.models import TINY
@@ -31,7 +31,3 @@ def feed():
         seed=0,
     )
     return RolloutFeed(learner, MarkovConfig().build(), every=2, last_step=STEPS)
-
-
-def test_refused_rows_are_not_left_out(feed):
-    assert not feed.skips_rows
