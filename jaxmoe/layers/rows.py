@@ -7,7 +7,7 @@
     stream = rows.leave(stream, ...)                      after the last layer, before the norm
 
 A mixer is one (n rows for each sequence), and so is a residual (n streams in place of one). An
-execution may bring one (`execution.halves`), and the gradients of a step (`Gradients.rows`: layers
+execution may bring one (`execution.halves`), and the gradients of a step (`Gradients.paths`: layers
 that the rows of a micro-batch do not pass through). They nest: what enters last leaves first.
 """
 

@@ -217,6 +217,10 @@ def _forward(
         params, gathered = use_outside_layers(
             params, gathered, [scan.name for scan in step.model.scans]
         )
+    paths = step.gradients.paths(step.accumulation)
+    rows = None
+    if paths is not None and micro.number is not None:
+        rows = paths.rows(step.model, micro.number)
     return forward_and_row_nll(
         step.model,
         step.execution,
@@ -226,7 +230,7 @@ def _forward(
         objective=step.objective,
         router_state=state.router_state,
         row_ids=micro.row_ids,
-        rows=step.gradients.rows(step, micro),
+        rows=rows,
         train=True,
         key=jax.random.fold_in(state.rng, state.step),
         gathered=gathered,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from jaxmoe import combinations
 from jaxmoe.contrib.depth.paths import Order, choose_paths
@@ -38,7 +38,6 @@ from jaxmoe.layers.records import LayerInputs, LayerOutputs
 from jaxmoe.layers.rows import RowTransform
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Scan
-from jaxmoe.training.accumulation import MicroBatch
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.base import LayerPaths
 from jaxmoe.training.estimators.skipping import Skipping
@@ -225,16 +224,15 @@ class PartialBackprop(BackpropConfig):
     def paths(self, micro_batches: int) -> LayerPaths | None:
         """Return the groups that each micro-batch passes through; see the base class."""
         paths = self.skipping.paths(micro_batches)
-        return None if paths is None else LayerPaths(paths, self.skipping.groups)
-
-    def rows(self, step: Step, micro: MicroBatch) -> RowTransform | None:
-        """Return the layers that a micro-batch passes through; see the base class."""
-        paths = self.skipping.paths(step.accumulation)
-        if paths is None or micro.number is None:
+        if paths is None:
             return None
-        groups = range(self.skipping.groups)
-        computed = jnp.asarray([[group in path for group in groups] for path in paths])
-        return PartialRows(_longest_scan(step.model), computed[micro.number])
+        groups = self.skipping.groups
+
+        def rows(model: ModelConfig, number: Int[Array, ""]) -> PartialRows:
+            computed = jnp.asarray([[group in path for group in range(groups)] for path in paths])
+            return PartialRows(_longest_scan(model), computed[number])
+
+        return LayerPaths(groups_of=paths, groups=groups, rows=rows)
 
     def check(self, step: Step) -> None:
         """Refuse what layers cannot be left out of; see `SkippingConfig.check`."""

@@ -46,6 +46,7 @@ class EvolutionConfig(Gradients):
 
     name: ClassVar[str] = "evolution"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "nothing"
+    is_backward: ClassVar[bool] = False
     brings: ClassVar[Mapping[str, Any]] = {"training.clip": None}
 
     population: int = 16

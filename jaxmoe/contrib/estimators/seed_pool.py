@@ -70,6 +70,7 @@ class SeedPoolConfig(Gradients):
 
     name: ClassVar[str] = "seed_pool"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
+    is_backward: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
 

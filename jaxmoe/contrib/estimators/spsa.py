@@ -82,6 +82,7 @@ class SPSAConfig(Gradients):
 
     name: ClassVar[str] = "spsa"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
+    is_backward: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
     brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
 

@@ -52,6 +52,7 @@ class SurrogateConfig(Gradients):
 
     name: ClassVar[str] = "surrogate"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "norm"
+    is_backward: ClassVar[bool] = False
 
     features: int = 256
     """Random features of the surrogate, whose weights each worker sends."""

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.rows import RowTransform
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.accumulation import GradientSums, MicroBatch
+from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.state import GRADIENTS, TrainState
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class LayerPaths(NamedTuple):
     """Groups of each micro-batch, in their order."""
     groups: int
     """Groups into which the layers are cut."""
+    rows: Callable[[ModelConfig, Int[Array, ""]], RowTransform]
+    """(model, number of a micro-batch) -> how its rows pass through the layers without stages."""
 
 
 class StepGradients(NamedTuple):
@@ -69,7 +72,7 @@ class Gradients(abc.ABC):
     brings: ClassVar[Mapping[str, Any]] = {}
     """Values of other fields of a run, by dotted path, that come with the choice of the estimator
     on a command line where nothing else is named."""
-    is_backward: ClassVar[bool] = False
+    is_backward: ClassVar[bool]
     """Whether there is a backward pass, of whole layers and of each worker's rows."""
 
     def init(self, table: ParameterTable) -> Any:
@@ -101,16 +104,6 @@ class Gradients(abc.ABC):
             micro_batches: Micro-batches of a step.
         """
         del micro_batches
-        return None
-
-    def rows(self, step: Step, micro: MicroBatch) -> RowTransform | None:
-        """Return how the rows of a micro-batch pass through the layers; None: as those of any.
-
-        Args:
-            step: Model, micro-batches and execution without stages.
-            micro: Rows, and the number of the micro-batch in the step.
-        """
-        del step, micro
         return None
 
     def check(self, step: Step) -> None:
