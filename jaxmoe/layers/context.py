@@ -232,7 +232,11 @@ class AttentionMixer(MixerBase):
     module_name: ClassVar[str] = "attention"
     operation: ClassVar[str] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
-    window: int | None = None
+
+    @property
+    @abc.abstractmethod
+    def window(self) -> int | None:
+        """Tokens before a token, itself included, that it sees; None for all."""
 
     @property
     def heads(self) -> AttentionHeads:

@@ -76,6 +76,7 @@ class Residual(Carry, RowTransform, abc.ABC):
     def arrays(self) -> int:
         """Arrays [B S D] that flow from layer to layer."""
 
+    @abc.abstractmethod
     def flops_per_token(self, embed_dim: int) -> float:
         """Return the FLOPs of one half beyond the parameters', forward and backward.
 
@@ -84,8 +85,6 @@ class Residual(Carry, RowTransform, abc.ABC):
         Args:
             embed_dim: D.
         """
-        del embed_dim
-        return 0.0
 
     @abc.abstractmethod
     def build(
@@ -110,6 +109,11 @@ class StandardResidualConfig(Residual):
 
     name: ClassVar[str] = "standard"
     arrays: ClassVar[int] = 1
+
+    def flops_per_token(self, embed_dim: int) -> float:
+        """Return 0: it adds."""
+        del embed_dim
+        return 0.0
 
     def build(
         self, half: Half, *, embed_dim: int, epsilon: float, placement: Placement
@@ -144,6 +148,11 @@ class LadderResidualConfig(Residual):
 
     name: ClassVar[str] = "ladder"
     arrays: ClassVar[int] = 3
+
+    def flops_per_token(self, embed_dim: int) -> float:
+        """Return 0: it adds."""
+        del embed_dim
+        return 0.0
 
     def carries(self, context: LayerContext, execution: ExecutionConfig) -> dict[str, CarriedArray]:
         """Return the outputs that are added one layer later."""

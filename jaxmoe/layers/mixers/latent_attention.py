@@ -69,6 +69,7 @@ class LatentAttentionConfig(AttentionMixer):
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
     can_quantize: ClassVar[bool] = False
     has_pages: ClassVar[bool] = True
+    window: ClassVar[int | None] = None
 
     num_heads: int = 4
     """Heads (N); each has keys and values of its own."""
