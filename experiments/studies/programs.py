@@ -7,6 +7,7 @@ A study trains many small models of few shapes; `Run` compiles for one training.
 
 from __future__ import annotations
 
+import abc
 import functools
 import time
 from collections.abc import Callable
@@ -30,8 +31,56 @@ RARE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Compiler options of programs that run a few times: compilation takes half the time."""
 
 
-class StudyPrograms:
-    """Initial state, training step and evaluation of one model, each compiled on first use.
+class ModelPrograms(abc.ABC):
+    """Training step and evaluation of one model, each compiled on first use.
+
+    Args:
+        model: Model config with its forward multipliers.
+        batch: A batch of the shapes to come.
+        objective: Objective of training and evaluation.
+        execution: Where and how the model is computed.
+    """
+
+    def __init__(
+        self, model: ModelConfig, batch: Batch, *, objective: Objective, execution: ExecutionConfig
+    ):
+        self.model = model
+        self.batch = batch
+        self.objective = objective
+        self.compile_seconds = 0.0
+        self._execution = execution
+
+    @property
+    @abc.abstractmethod
+    def any_state(self) -> TrainState:
+        """State from which programs take their shapes."""
+
+    @abc.abstractmethod
+    def make_step(self) -> Any:
+        """Return the training step, not compiled yet."""
+
+    @functools.cached_property
+    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+        """Training step; donates its state."""
+        return self.compile(self.make_step(), self.any_state, self.batch)
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
+        """Program from parameters, router state and a batch to the sums of nll and weights."""
+        step = make_eval_step(self.model, execution=self._execution, objective=self.objective)
+        state = self.any_state
+        return self.compile(step, state.params, state.router_state, self.batch, options=RARE)
+
+    def compile(self, function: Any, *arguments: Any, options: Any = None) -> Any:
+        """Compile a jitted function for the shapes of its arguments, and count the seconds."""
+        started = time.perf_counter()
+        compiled = function.lower(*arguments).compile(compiler_options=options)
+        self.compile_seconds += time.perf_counter() - started
+        return compiled
+
+
+class StudyPrograms(ModelPrograms):
+    """Initial state, training step and evaluation of a model with an optimiser.
 
     Seed and data are arguments of the programs, so that many trainings share them.
 
@@ -56,13 +105,9 @@ class StudyPrograms:
         execution: ExecutionConfig,
         parameterization: Parameterization | None = None,
     ):
-        self.model = model
-        self.objective = objective
-        self.compile_seconds = 0.0
+        super().__init__(model, batch, objective=objective, execution=execution)
         self._optimizer = optimizer
-        self.batch = batch
         self._training = training
-        self._execution = execution
         self._parameterization = parameterization
 
     @functools.cached_property
@@ -82,20 +127,12 @@ class StudyPrograms:
 
         return self.compile(jax.jit(first), jax.random.key(0), options=RARE)
 
-    @functools.cached_property
-    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-        """Training step; donates its state."""
-        return self.compile(self.make_step(self._optimizer), self.any_state, self.batch)
+    def make_step(self) -> Any:
+        """Return the training step, not compiled yet."""
+        return self.step_with(self._optimizer)
 
-    @functools.cached_property
-    def evaluate(self) -> Callable[[Any, Any, Batch], tuple[Array, Array]]:
-        """Program from parameters, router state and a batch to the sums of nll and weights."""
-        step = make_eval_step(self.model, execution=self._execution, objective=self.objective)
-        state = self.any_state
-        return self.compile(step, state.params, state.router_state, self.batch, options=RARE)
-
-    def make_step(self, optimizer: optax.GradientTransformation) -> Any:
-        """Return the training step with an optimiser, not compiled yet."""
+    def step_with(self, optimizer: optax.GradientTransformation) -> Any:
+        """Return the training step with another optimiser, not compiled yet."""
         return make_train_step(
             self.model,
             optimizer,
@@ -107,10 +144,3 @@ class StudyPrograms:
     def any_state(self) -> TrainState:
         """State from which programs take their shapes."""
         return self.init(jax.random.key(0))
-
-    def compile(self, function: Any, *arguments: Any, options: Any = None) -> Any:
-        """Compile a jitted function for the shapes of its arguments, and count the seconds."""
-        started = time.perf_counter()
-        compiled = function.lower(*arguments).compile(compiler_options=options)
-        self.compile_seconds += time.perf_counter() - started
-        return compiled

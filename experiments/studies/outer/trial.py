@@ -30,7 +30,7 @@ from experiments.studies.outer.config import (
     run_of,
 )
 from experiments.studies.outer.data import OuterTask, key_of
-from experiments.studies.programs import RARE, StudyPrograms
+from experiments.studies.programs import RARE, ModelPrograms
 from experiments.studies.study import check_stop
 from experiments.studies.trials import Record, finite, has_diverged
 from jaxmoe.configs import to_json
@@ -47,7 +47,7 @@ from sharding.distributed import global_batch
 logger = logging.getLogger(__name__)
 
 
-class MethodPrograms(StudyPrograms):
+class MethodPrograms(ModelPrograms):
     """Compiled programs of one method, shared by its seeds; used on the mesh of the task.
 
     Args:
@@ -70,12 +70,9 @@ class MethodPrograms(StudyPrograms):
         )
         super().__init__(
             plan.model,
-            plan.optimizer,
             global_batch(rows_of_batch(task.training[0][0], training.batch_size), task.mesh),
-            training=training,
             objective=training.objective,
             execution=run.execution,
-            parameterization=plan.parameterization,
         )
 
     @functools.cached_property
@@ -83,9 +80,8 @@ class MethodPrograms(StudyPrograms):
         """State from which programs take their shapes."""
         return self.begin(*self._initial)
 
-    def make_step(self, optimizer: Any) -> Any:
+    def make_step(self) -> Any:
         """Return the step of the run, not compiled yet."""
-        del optimizer  # that of the plan
         return self.assembly.workers.jit_step(
             self.assembly.step(self.assembly.plan.config.training.accumulation)
         )

@@ -138,7 +138,7 @@ class SweepPrograms(StudyPrograms):
         optimizer = self._config.build(
             self._table, lambda count: jnp.take(factors, count), learning_rate=rate
         )
-        step = self.make_step(optimizer)
+        step = self.step_with(optimizer)
 
         def one(state: TrainState, batch: Batch) -> Any:
             state, metrics = step(state, batch)
