@@ -35,7 +35,6 @@ from jaxmoe.choices import (
     member,
     that,
     trait,
-    unset,
     values_at,
 )
 

@@ -10,12 +10,56 @@ the one file that needs them.
 from typing import Final
 
 REASONS: Final[dict[str, str]] = {
-    "Adapter.backward": "ReMix's router learns from several passes over each row, which only what"
-    " differentiates a step can make; it asks any adapter",
-    "AttentionConfig.initial_cache": "every mixer has it; shared keys need attention's, for fewer"
+    # Layers.
+    "AttentionConfig.initial_cache": "every mixer has one; shared keys keep attention's, of fewer"
     " layers",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
     " cache, which may change the loss and is therefore no field",
+    "GateBase.mix_shared": "a sum is what every other gate wants, one of another package included;"
+    " SqrtGate is defined by keeping the RMS of both branches",
+    "RowTransform.rows_per_sequence": "caches and FLOPs count the rows of any mixer; streams are"
+    " rows, and nothing else tells their number",
+    # Routing.
+    "SelectionBias.init": "every bias has a state, zeros by expert; the one with a histogram keeps"
+    " it there, too",
+    "TokenChoiceBase.build": "every router has it, and a family shares it; a schedule of K has a"
+    " router with a counter of steps",
+    "TopKConfig.is_over_chosen": "an option of softmax scores, which the one `score` of the family"
+    " passes on",
+    # Devices.
+    "Dispatcher.token_route": "the layer asks any dispatcher whether tokens move first; only one"
+    " that sends rows can have tables of where",
+    "SequenceForm.reads": "a layer hands a form the scalars of a micro-batch that it names; packing"
+    " by level is laid out by one",
+    "SequenceParallelism.mesh_fold": "the execution asks any choice for its mesh; rings of each"
+    " level need mesh.seq cut in two, again and again",
+    # Training.
+    "Feed.after": "the contract of a feed: rollouts log what they measured of a step",
+    "Feed.check": "a feed may need an engine, and refuses before the run directory is taken",
+    "Feed.session": "rollouts keep an engine open between the steps of a loop; data need nothing",
+    "Feed.train": "rollouts draw, score and take several updates, where data take one",
+    "Gradients.paths": "plans, headers and pipelines ask which layers a micro-batch passes through;"
+    " leaving some out is one choice",
+    "Objective.further_loss": "a term that is no sum over tokens needs the parameters of the pass",
+    "Objective.has_signal": "the update asks it; advantages that are all zero must change nothing",
+    "Objective.token_loss": "the likelihood, weighed, for all but policy gradients, which bend it;"
+    " chunks and pipelines call it for some positions",
+    "Optimizer.rate_ratio": "the rate of a group is in the formula of every optimiser; those with"
+    " matrices have AdamW beside them at a rate of its own",
+    "ReplicasKind.adapt": "only the plan makes optimisers, before workers; 1-bit Adam receives its"
+    " momentum from them",
+    "StepPart.reads_rows": "backpropagation keeps the losses of rows only where a part reads them",
+    # Runs.
+    "RunPart.flush": "records of steps are written before the state that a restart goes on from",
+    "RunPart.join": "a site compiles first and joins the others last, when nothing can fail any"
+    " more",
+    "RunPart.move": "the trainer hands over the arrays of a state one by one, so that no device"
+    " holds two; resizing takes them",
+    "RunPart.step_numbers": "numbers that are logged with those of the step, from its metrics on"
+    " the host",
+    # Capabilities.
+    "Adapter.backward": "ReMix's router learns from several passes over each row, which only what"
+    " differentiates a step can make; it asks any adapter",
     "DispatchConfig.after_pilot": "only P/D-Serve sets its numbers of instances by measured times;"
     " the command that runs the pilot knows no member",
     "Instance.view": "a plan that stops between layers sees how far each piece has come; rules and"
@@ -29,6 +73,3 @@ REASONS: Final[dict[str, str]] = {
     " become conversations; the parser of flags asks the members of any choice",
 }
 """{"Class.member": why one subclass needs it, and why the base class is its place}."""
-
-UNTREATED: Final = 63
-"""Most of these defaults that have no reason yet; it only falls."""

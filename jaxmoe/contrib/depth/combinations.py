@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, differs, equals, is_set, member, no_member, that, trait
+from jaxmoe.choices import above, differs, equals, is_set, member, no_member, that
 from jaxmoe.combinations import ONE_STAGE, REARRANGES_ROWS, SHARED_HEADS, Row
 from jaxmoe.training.balance import takes_two_passes
 
