@@ -369,7 +369,7 @@ ROWS: Final = (
             "that spreads experts, on cut sequences",
             lambda execution: (
                 max(execution.mesh.seq, execution.mesh.tensor) > 1
-                and execution.dispatcher.spreads_experts
+                and execution.dispatcher.traits.spreads_experts
             ),
             shown="execution.dispatcher",
         ),
