@@ -267,7 +267,10 @@ SCALED = ForwardMultipliers(attention_scale=0.5)
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_layers": 1}, "model.layers names 2 layers and model.num_layers is 1"),
+        (
+            {"num_layers": 1},
+            "model.layers names 2 layers, which must be at most model.num_layers=1",
+        ),
         (
             {"layers": (LayerConfig(mixer=dataclasses.replace(FULL, is_causal=False)),)},
             r"model.layers.0.mixer.is_causal=False and model.attention.is_causal=True",
