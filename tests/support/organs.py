@@ -67,7 +67,7 @@ REASONS: Final[dict[str, str]] = {
     "ItemCache.is_valid": "answers of a semantic cache age; a replay asks before it counts a hit",
     "RequestDispatcher.keeps": "SAGA alone weighs the pages of a call that has ended; the fleet,"
     " which takes them back, asks any dispatcher",
-    "RunPartConfig.step_parts": "DESIGN's run parts bring step parts; CheckFree does here, and the"
+    "RunPartConfig.step_parts": "a run part may bring step parts; CheckFree does here, and the"
     " page of extending shows another in a package of its own",
     "SourceKind.is_implied": "conversations have the flags of files, and text of files is not to"
     " become conversations; the parser of flags asks the members of any choice",
