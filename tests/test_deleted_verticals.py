@@ -125,9 +125,9 @@ def _run(target: pathlib.Path, commands: list[str]) -> subprocess.CompletedProce
 def test_rows_of_one_vertical_are_removed_and_those_of_others_stay():
     text = (ROOT / "jaxmoe" / "catalog" / "run_parts.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
-    rest = ast.unparse(_Rows("survival", tree).visit(tree))
-    assert "jaxmoe.contrib.survival." in text
-    assert "jaxmoe.contrib.survival." not in rest
+    rest = ast.unparse(_Rows("telemetry", tree).visit(tree))
+    assert "jaxmoe.contrib.telemetry." in text
+    assert "jaxmoe.contrib.telemetry." not in rest
     assert rest.count("jaxmoe.contrib.elastic.") == text.count("jaxmoe.contrib.elastic.") > 0
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -61,7 +61,7 @@ class ScheduleBase(abc.ABC):
         return factor
 
     @abc.abstractmethod
-    def fit(self, steps: int, fields: Collection[str] = ()) -> Self:
+    def fit(self, steps: int, fields: Collection[str] = ()) -> ScheduleBase:
         """Return the schedule with numbers of steps that fit a run; unchanged if they fit already.
 
         Args:
@@ -90,7 +90,7 @@ class WarmupDecay(ScheduleBase):
     floor: float = 0.1
     """Final learning rate over the peak."""
 
-    def fit(self, steps: int, fields: Collection[str] = ()) -> Self:
+    def fit(self, steps: int, fields: Collection[str] = ()) -> WarmupDecay:
         """Return the schedule with a warm-up that fits a run; unchanged if it fits already.
 
         Args:
@@ -152,7 +152,7 @@ class WarmupStableDecayConfig(ScheduleBase):
                 f"schedule.decay_fraction={self.decay_fraction} must lie above 0 and at most 1"
             )
 
-    def fit(self, steps: int, fields: Collection[str] = ()) -> Self:
+    def fit(self, steps: int, fields: Collection[str] = ()) -> WarmupStableDecayConfig:
         """Return the schedule with a warm-up, or else a decay, that fits a run.
 
         Args:
