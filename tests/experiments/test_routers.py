@@ -326,7 +326,7 @@ def test_rows_are_ranked_and_say_why_not():
         (("corpus:markov",), "corpus has no bytes"),
         (
             ("--training.steps", "10", "--schedule.warmup_steps", "10"),
-            "schedule.warmup_steps=10 must be below",
+            "schedule.warmup_steps=10 must be at most 9, below",
         ),
     ],
 )
