@@ -118,7 +118,7 @@ def test_a_signal_leaves_a_summary(monkeypatch, tmp_path):
             "trained_top_ks=(4,): 4 is not among top_ks=(1, 2): give --trained_top_ks",
         ),
         (("--initial_seeds", "1"), "initial_seeds=1 must lie between 2 and 1000"),
-        (("--schedule.warmup_steps", "9"), "schedule.warmup_steps=9 must be at most 2, below the number"),
+        (("--schedule.warmup_steps", "9"), "schedule.warmup_steps=9 must be at most 2, below"),
     ],
 )
 def test_bad_input_is_one_line(flags, text, tmp_path, capsys):

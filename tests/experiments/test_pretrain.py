@@ -287,7 +287,7 @@ def _refused(arguments: list[str], capsys) -> str:
         (("--execution.mesh.data", "3"), "needs 3 devices, there are 8"),
         (("--model.vocab_size", "4"), "model.vocab_size=4 is smaller than the vocabulary"),
         (("--model.moe.num_expert", "4"), "num_experts"),
-        (("--schedule.warmup_steps", "6"), "schedule.warmup_steps=6 must be at most 5, below the number"),
+        (("--schedule.warmup_steps", "6"), "schedule.warmup_steps=6 must be at most 5, below"),
         (
             ("--execution.kernels.attention", "pallas_gpu"),
             "execution.kernels.attention=pallas_gpu: flash_attention: implementation='pallas_gpu'"

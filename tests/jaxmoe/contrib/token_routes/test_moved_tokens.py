@@ -251,7 +251,7 @@ def test_tokens_that_devices_do_not_divide_are_refused(tmp_path):
     tables = drawn_tables(tmp_path / "tables.npz", TINY)
     mesh = make_mesh(MESH)
     execution = ExecutionConfig(mesh=MESH, dispatcher=AllToAllConfig(token_tables=tables))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="7 tokens of a device cannot be"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="7 tokens of a device must be"):
         params = jax.eval_shape(lambda: init_params(TINY, jax.random.key(0)))
         tokens = global_batch(np.zeros((8, 7), np.int32), mesh)
         jax.eval_shape(
