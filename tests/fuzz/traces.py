@@ -13,7 +13,7 @@ import warnings
 
 import numpy as np
 
-from jaxmoe import combinations
+from jaxmoe.choices import spell_choice
 from jaxmoe.planning.abstract_step import trace_step
 from jaxmoe.run.assemble import assemble
 from tests.fuzz import pairs
@@ -30,7 +30,7 @@ def check(rng: np.random.Generator, place: pathlib.Path) -> Outcome:
     """
     del place
     fields = pairs.draw(rng)
-    text = ", ".join(combinations.spell_choice(*item) for item in fields.items())
+    text = ", ".join(spell_choice(*item) for item in fields.items())
     print(text, flush=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on combinations
