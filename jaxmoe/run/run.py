@@ -374,9 +374,10 @@ class Run:
         execution = loaded.assembly.execution
         if not execution.precision.has_floating_weights:
             weights = execution.precision.weights
-            execution.check_one_stage(
-                f"run.directory={self.directory.path} holds weights={weights}, of whole models"
-            )
+            with configuration_errors():
+                execution.check_one_stage(
+                    f"run.directory={self.directory.path} holds weights={weights}, of whole models"
+                )
         with jax.set_mesh(loaded.assembly.mesh):
             yield loaded
 
