@@ -37,6 +37,8 @@ from sharding.state_layouts import STATE_LAYOUTS, StateLayout, StateLayoutName
 MOST_UNROLLED = 4
 """Layers in one iteration of a loop on a GPU."""
 
+_ONE_GROUP_A_STAGE = InterleavedConfig()
+
 Remat = Literal["none", "full", "dots", "offload"]
 
 
@@ -197,7 +199,7 @@ class ExecutionConfig:
     @property
     def pipeline_order(self) -> PipelineOrder:
         """Order of the micro-batches on the stages of mesh.stage."""
-        return self.pipeline or InterleavedConfig()
+        return self.pipeline or _ONE_GROUP_A_STAGE
 
     @property
     def backward(self) -> Literal["micro_batches", "pipeline"]:

@@ -143,6 +143,9 @@ def _check_least(config: object, group: str, least: int, *fields: str) -> None:
             raise ValueError(f"{group}.{field}={value} must be {rule}")
 
 
+_TIMEOUTS = ProcessesConfig()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LockConfig:
     """Lease of the run directory, which one process at a time holds."""
@@ -457,7 +460,7 @@ class PretrainConfig:
     @property
     def timeouts(self) -> ProcessesConfig:
         """Timeouts of processes."""
-        return self.processes or ProcessesConfig()
+        return self.processes or _TIMEOUTS
 
     @property
     def assigner(self) -> Assigner:

@@ -165,13 +165,13 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
             f"data:{config.data.name} has no rows to train on: choose data, such as data:files"
             " --data.path 'docs/**/*.md'"
         )
+    if not directory.has_config():
+        return
     if is_huggingface(directory.path):
         raise ValueError(
             f"run.directory={directory.path} holds a Hugging Face model: choose another directory"
             " with --run.directory"
         )
-    if not directory.has_config():
-        return
     if (directory.summary() or {}).get("status") == "imported":
         raise ValueError(
             f"run.directory={directory.path} holds weights that were imported, without an"
