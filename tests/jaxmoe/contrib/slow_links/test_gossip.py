@@ -191,7 +191,7 @@ def test_single_merge_mixes_by_rows_and_ends_in_the_mean():
 
 @pytest.mark.slow
 def test_conditional_permutes_run_again_where_programs_are_stored(tmp_path):
-    """A program for CPUs that came from the cache would end the process: see received."""
+    """A program for CPUs that came from the cache would end the process: see receive."""
     said = [
         subprocess.run(
             [sys.executable, "-c", _PERMUTES, str(tmp_path)], capture_output=True, text=True
@@ -209,12 +209,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 from jaxmoe.contrib.slow_links.exchange import About
-from jaxmoe.contrib.slow_links.gossip import received
+from jaxmoe.contrib.slow_links.gossip import receive
 table = [tuple((i, i ^ bit) for i in range(8)) for bit in (1, 2, 4)]
 
 def all_leaves(tree, number):
     about = About(number, jax.random.key(0), "w", 8, (None,), ((),), is_spread=True)
-    exchange = lambda tree: {name: received(x, table, about, number) for name, x in tree.items()}
+    exchange = lambda tree: {name: receive(x, table, about, number) for name, x in tree.items()}
     return jax.lax.cond(number >= 0, exchange, lambda tree: tree, tree)
 
 specs = {str(i): P("w") for i in range(24)}
