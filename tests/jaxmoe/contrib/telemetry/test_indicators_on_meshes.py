@@ -62,8 +62,8 @@ def watched(name, execution):
     """Return indicators, telemetry and quality of one step."""
     detailed = dataclasses.replace(execution, telemetry="detailed")
     _, metrics = stepped(MODELS[name], batch(), execution=detailed)
-    found = {name: getattr(metrics, name) for name in ("indicators", "router", "quality")}
-    return jax.device_get(found)
+    measures = {name: metrics.measures[name] for name in ("indicators", "quality")}
+    return jax.device_get({"router": metrics.router, **measures})
 
 
 @functools.cache
