@@ -20,6 +20,7 @@ be copied by each token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +88,6 @@ class KVCache(NamedTuple):
         Returns:
             The output, the watched logits (see `attend`), and the cache with the new tokens.
         """
-        new_axes = new.axes()
         axes = placement.mesh_axes(ax.ACT_CACHE)
         # Scales have as many dimensions as values.
         slots: Any = jax.tree.map(lambda _: CACHE_AXES, self)
@@ -102,16 +102,32 @@ class KVCache(NamedTuple):
             out, seen = attend_and_merge(new.q, keys, values, *token_pair, rules, axes)
             return out, seen, cache
 
-        region = placement.region(
-            run,
-            in_axes=(new_axes, slots),
-            out_axes=(
-                new_axes.q,
-                dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)),
-                slots,
-            ),
-        )
-        return region(new, self)
+        return attend_in_region(run, new, self, slots, placement=placement, rules=rules)
+
+
+def attend_in_region(
+    run: Callable[..., Any],
+    new: NewTokens,
+    cache: Any,
+    cache_axes: Any,
+    *,
+    placement: Placement,
+    rules: AttentionRules,
+) -> Any:
+    """Return the output, the watched logits and the cache of a function of local shards.
+
+    Args:
+        run: Function of the local tokens and the local cache.
+        new: Tokens to write and to attend with.
+        cache: Cache of a stack of layers.
+        cache_axes: Logical axes of its arrays.
+        placement: Layout rules.
+        rules: Mask and kernel.
+    """
+    axes = new.axes()
+    seen = dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None))
+    region = placement.region(run, in_axes=(axes, cache_axes), out_axes=(axes.q, seen, cache_axes))
+    return region(new, cache)
 
 
 CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, ax.ACT_KV_HEADS, None)

@@ -20,6 +20,7 @@ from sharding.constrain import Placement
 from sharding.sequence_parallel.cached import (
     NewTokens,
     attend_and_merge,
+    attend_in_region,
     held_positions,
     layer_of,
     write_slots,
@@ -54,9 +55,7 @@ def attend_latent(
     """
     if isinstance(entries, PagedLatents):
         return entries.attend(new, latent_dim=latent_dim, placement=placement, rules=rules)
-    new_axes = new.axes()
     axes = placement.mesh_axes(ax.ACT_CACHE)
-    seen = ("lse", "top") if rules.is_observed else ()
 
     def run(new, entries, *, batch_axes):
         del batch_axes
@@ -70,13 +69,4 @@ def attend_latent(
         )
         return out, statistics, entries
 
-    region = placement.region(
-        run,
-        in_axes=(new_axes, LATENT_CACHE_AXES),
-        out_axes=(
-            new_axes.q,
-            dict.fromkeys(seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)),
-            LATENT_CACHE_AXES,
-        ),
-    )
-    return region(new, entries)
+    return attend_in_region(run, new, entries, LATENT_CACHE_AXES, placement=placement, rules=rules)

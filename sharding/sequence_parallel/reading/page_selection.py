@@ -41,6 +41,7 @@ from sharding.sequence_parallel.cached import (
     KVCache,
     NewTokens,
     attend_and_merge,
+    attend_in_region,
     held_positions,
     layer_of,
     write_tokens,
@@ -179,7 +180,6 @@ class PageSelectionConfig(CacheReading):
         rules: AttentionRules,
     ) -> tuple[Float[Array, "B S N H"], Seen, SummarizedCache]:
         """Write new keys and values and attend: a prompt to all, a single token to some pages."""
-        new_axes = new.axes()
         axes = placement.mesh_axes(ax.ACT_CACHE)
         slots: Any = jax.tree.map(lambda x: CACHE_AXES[: x.ndim], cache)
         reads_all = self.reads_all(cache.k.shape[2])
@@ -208,16 +208,7 @@ class PageSelectionConfig(CacheReading):
                 cache = cache._replace(is_kept=cache.is_kept.at[new.layer].set(pages_kept))
             return out, seen, cache
 
-        region = placement.region(
-            run,
-            in_axes=(new_axes, slots),
-            out_axes=(
-                new_axes.q,
-                dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None)),
-                slots,
-            ),
-        )
-        return region(new, cache)
+        return attend_in_region(run, new, cache, slots, placement=placement, rules=rules)
 
     def _attend_to_pages(
         self,
