@@ -47,6 +47,7 @@ from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.run.config import PretrainConfig
+from jaxmoe.training.guard import GuardConfig
 from jaxmoe.training.stopwatch import process_age
 
 LEARNING_RATE = 1e-4
@@ -91,7 +92,7 @@ def rl_config(initial: str | None, rl: RolloutsConfig) -> PretrainConfig:
         config.training,
         batch_size=rl.num_answers,
         objective=PolicyGradientConfig(),
-        max_norm_ratio=None,
+        guard=GuardConfig(max_norm_ratio=None),
     )
     return dataclasses.replace(
         config,

@@ -64,7 +64,7 @@ def has_diverged(skipped_in_a_row: Any, training: TrainingConfig) -> bool:
         training: Steps, and the refused steps after which a run stops.
     """
     longest = int(np.max(np.asarray(skipped_in_a_row)))
-    return longest >= min(training.max_skipped, training.steps)
+    return longest >= min(training.step_guard.max_skipped, training.steps)
 
 
 def on_device(batch: Batch) -> Batch:

@@ -77,7 +77,7 @@ class Assembly:
             optimizer=plan.optimizer,
             execution=self.execution,
             table=plan.table,
-            max_norm_ratio=training.max_norm_ratio,
+            max_norm_ratio=training.step_guard.max_norm_ratio,
             update=self.update,
             **training.step_options(
                 accumulation=accumulation, parts=plan.config.step_parts + compared

@@ -39,7 +39,7 @@ from jaxmoe.training.batch_ramp import BatchRampConfig
 from jaxmoe.training.estimators import BackpropConfig, Gradients
 from jaxmoe.training.estimators.skipping import Skipping
 from jaxmoe.training.feed import FeedConfig
-from jaxmoe.training.guard import check_ratio
+from jaxmoe.training.guard import GuardConfig
 from jaxmoe.training.parts.average import Average
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.replicas import ReplicasKind, SynchronousConfig
@@ -111,8 +111,7 @@ FREE_FIELDS = (
     "processes",
     "parts",
     "data.cache",
-    "training.max_norm_ratio",
-    "training.rollbacks",
+    "training.guard",
 )
 """Fields that may change when a run is resumed: none changes the loss of an accepted step beyond
 rounding."""
@@ -124,7 +123,6 @@ EXTENSION_FIELDS = (
     "optimizer.adamw_ratio",
     "training.steps",
     "training.clip",
-    "training.max_skipped",
     "training.accumulation",
     "training.accumulated_balance",
     "training.assign",
@@ -180,7 +178,7 @@ class RunConfig:
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Length of the run, size of its batches, and guards."""
+    """Length of the run, size of its batches, and guard."""
 
     seed: int = 0
     """Seed of the initial values and the order of the data."""
@@ -199,15 +197,8 @@ class TrainingConfig:
     """Smaller batches in the first steps; None for the same size at every step."""
     clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
-    max_skipped: int = 5
-    """Refused steps in a row after which the run rolls back, or ends as diverged."""
-    max_norm_ratio: float | None = 30.0
-    """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.
-    None refuses only steps that are not finite. The largest in healthy runs was 3 (next token) and
-    10 (masked diffusion with small batches)."""
-    rollbacks: int = 1
-    """Total number of rollbacks: after `max_skipped` refused steps a run restores the newest valid
-    checkpoint and skips their batches. 0 ends the run as diverged at once."""
+    guard: GuardConfig | None = None
+    """Steps that are refused, and rollbacks after them; None for the default ones."""
     objective: Objective = NextTokenConfig()
     """Training objective."""
     assign: Assigner | None = None
@@ -220,15 +211,18 @@ class TrainingConfig:
     """Average that takes the place of the trained parameters after the last step; None for none."""
 
     def __post_init__(self):
-        _check_least(self, "training", 1, "steps", "batch_size", "accumulation", "max_skipped")
-        _check_least(self, "training", 0, "rollbacks")
+        _check_least(self, "training", 1, "steps", "batch_size", "accumulation")
         _check_least(self, "training", 2, "sequence_length")
-        check_ratio(self.max_norm_ratio, "training.max_norm_ratio")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed={self.seed} must lie in [0, 2^31)")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"training.clip={self.clip} must be above 0, or None not to clip")
         _ = self.batch_sizes  # raises for a ramp that does not fit
+
+    @property
+    def step_guard(self) -> GuardConfig:
+        """Steps that are refused, and rollbacks after them."""
+        return self.guard or GuardConfig()
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -409,7 +403,7 @@ class PretrainConfig:
     data: SourceKind = CorpusConfig()
     """Training and held-out data."""
     training: TrainingConfig = TrainingConfig()
-    """Length of the run, size of its batches, and guards."""
+    """Length of the run, size of its batches, and guard."""
     optimizer: Optimizer = AdamWConfig()
     """Optimiser."""
     schedule: ScheduleBase = LinearConfig()

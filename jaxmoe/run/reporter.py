@@ -232,7 +232,7 @@ class Reporter:
                 self._loads.record(step, load)
                 values |= self._log_load(step, load, self._loads)
             self._files.log(step, values)
-        for refused in _refused_in_a_row(report, self._training.max_skipped):
+        for refused in _refused_in_a_row(report, self._training.step_guard.max_skipped):
             self._console.log_text(refused[0][0], "warning", _skip_text(refused))
         self._console.show({}, load)
         self._console.log(report.steps[-1], self.last)

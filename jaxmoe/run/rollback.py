@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rolls a run back to a checkpoint when too many steps in a row were refused.
 
-    refused   steps b-k+1 .. b, each of which changed nothing (k = training.max_skipped)
+    refused   steps b-k+1 .. b, each of which changed nothing (k = training.guard.max_skipped)
     dumped    their batches, to bad_data/ (`experiments.replay` analyses them)
     restored  the newest valid checkpoint that has read none of them, or the initial state
     skipped   their rows, once: step b-k+1 reads what step b+1 would have read
@@ -13,9 +13,9 @@ metrics are reported. The skipped rows are recorded twice (see `jaxmoe.data.skip
 moment, from any checkpoint, continues as the run would have. A checkpoint of an abandoned step is
 set aside.
 
-After `training.rollbacks` windows the run ends as diverged. Every process decides from the same
-metrics and records; the first one writes. Learning rate, clipping and the order of the data after
-the window do not change.
+After `training.guard.rollbacks` windows the run ends as diverged. Every process decides from the
+same metrics and records; the first one writes. Learning rate, clipping and the order of the data
+after the window do not change.
 
 `jaxmoe/run/trainer.py` does this in `_go_back`.
 
@@ -138,7 +138,7 @@ def without_refused(
     """
     loader = assembly.loader
     dump_batches(directory, loader, refused)
-    is_last = len(loader.skipped.windows) >= assembly.plan.config.training.rollbacks
+    is_last = len(loader.skipped.windows) >= assembly.plan.config.training.step_guard.rollbacks
     if is_last or assembly.job is not None:
         return None
     return _jump(directory, loader, refused)
@@ -177,6 +177,6 @@ def rollback_message(
     return (
         f"rolled back to {back}: steps {first} to {last} were refused, and their data are skipped"
         f" before step {first} (rollback {len(windows)} of at most"
-        f" {assembly.plan.config.training.rollbacks}); look into it with python -m"
+        f" {assembly.plan.config.training.step_guard.rollbacks}); look into it with python -m"
         f" experiments.replay --run.directory {directory.path} --step {first}"
     )

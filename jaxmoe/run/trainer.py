@@ -235,7 +235,7 @@ class Trainer:
                 hooks=hooks,
                 report=watches.report_steps,
                 report_every=config.tracking.print_every,
-                max_skipped=config.training.max_skipped,
+                max_skipped=config.training.step_guard.max_skipped,
                 publish=assembly.workers.publish,
                 stop=StopOrEvent(self._supervision.stop, self._parts),
                 stopwatch=self._stopwatch,

@@ -19,6 +19,7 @@ To add a rule: a term of `is_good` in `jaxmoe/training/step.py`, and a function 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -32,6 +33,28 @@ WINDOW = 16
 """Number of accepted steps whose norms are remembered."""
 FEWEST = 3
 """Number of accepted steps before there is a bound, so that one odd batch is not the median."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """Steps that are refused, and rollbacks after several of them in a row."""
+
+    max_norm_ratio: float | None = 30.0
+    """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.
+    None refuses only steps that are not finite. The largest in healthy runs was 3 (next token) and
+    10 (masked diffusion with small batches)."""
+    max_skipped: int = 5
+    """Refused steps in a row after which the run rolls back, or ends as diverged."""
+    rollbacks: int = 1
+    """Total number of rollbacks: after `max_skipped` refused steps a run restores the newest valid
+    checkpoint and skips their batches. 0 ends the run as diverged at once."""
+
+    def __post_init__(self):
+        check_ratio(self.max_norm_ratio, "training.guard.max_norm_ratio")
+        if self.max_skipped < 1:
+            raise ValueError(f"training.guard.max_skipped={self.max_skipped} must be at least 1")
+        if self.rollbacks < 0:
+            raise ValueError(f"training.guard.rollbacks={self.rollbacks} must be 0 or more")
 
 
 def no_norms() -> Float[Array, " window"]:

@@ -166,9 +166,11 @@ def test_a_checkpoint_from_before_an_extension_is_accepted(begun):
     _check_saved(directory, longer, _checkpoint(config, step=40))
     with pytest.raises(ValueError, match=r"training.steps: 100 in the checkpoint, 200 in config"):
         _check_saved(directory, longer, _checkpoint(config, step=60))  # saved after it
-    assert named_fields(["--training.steps=9", "--training.max-skipped", "3", "schedule:wsd"]) >= {
+    assert named_fields(
+        ["--training.steps=9", "--training.guard.max-skipped", "3", "schedule:wsd"]
+    ) >= {
         "training.steps",
-        "training.max_skipped",
+        "training.guard.max_skipped",
         "schedule",
     }
 

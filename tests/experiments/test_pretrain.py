@@ -251,7 +251,7 @@ def test_killed_at_any_moment_and_resumed_equals_never_stopped(tmp_path):
 
 def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_state(tmp_path, capsys):
     arguments = flags(tmp_path / "run", 50, "--optimizer.learning_rate", "1e38")
-    more = ("--training.max_skipped", "3", "--training.rollbacks", "0")
+    more = ("--training.guard.max_skipped", "3", "--training.guard.rollbacks", "0")
     assert pretrain.main([*arguments, *more]) == ExitCode.DIVERGED
     output, errors = capsys.readouterr()
     warnings = [line for line in output.splitlines() if line.startswith("warning")]

@@ -34,6 +34,7 @@ from jaxmoe.routing import (
 from jaxmoe.routing.telemetry.trace import load_trace
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling.initialize import init_params
+from jaxmoe.training.guard import GuardConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
@@ -213,7 +214,9 @@ class SpoiltPrograms(routers_trial.RouterPrograms):
 
 
 def test_steps_that_are_not_finite_are_a_row(monkeypatch):
-    config = RoutersConfig(seeds=1, training=TrainingConfig(steps=3, max_skipped=2))
+    config = RoutersConfig(
+        seeds=1, training=TrainingConfig(steps=3, guard=GuardConfig(max_skipped=2))
+    )
     batch = Batch(
         tokens=np.zeros((1, 4), np.int32),
         targets=np.zeros((1, 4), np.int32),

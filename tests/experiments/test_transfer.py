@@ -31,6 +31,7 @@ from jaxmoe.routing import LoadBalanceConfig
 from jaxmoe.run.config import TrainingConfig
 from jaxmoe.scaling import BasePoint, StandardConfig
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training.guard import GuardConfig
 from jaxmoe.training.state import TrainState
 
 TINY = (
@@ -420,7 +421,7 @@ def test_a_run_that_diverges_is_a_record():
         def pieces(self, training, piece):
             return (None,) * 5
 
-    training = TrainingConfig(steps=100, max_skipped=9)
+    training = TrainingConfig(steps=100, guard=GuardConfig(max_skipped=9))
     (cell, *_) = cells_of(TransferConfig(arms=("standard",), training=training))
     record = transfer.train(Spoilt(), cell, 0.5, 0, Endless(), StopRequest())
     assert (record["status"], record["bits"], len(calls)) == ("diverged", None, 2)

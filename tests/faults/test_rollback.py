@@ -30,7 +30,7 @@ def is_bad(row: int) -> bool:
 
 def command(run, *more):
     brief = ("--checkpoint.every", "5", "--evaluation.every", "0", "--tracking.sample_length", "0")
-    return flags(run, STEPS, "--training.max_skipped", "3", *brief, *more)
+    return flags(run, STEPS, "--training.guard.max_skipped", "3", *brief, *more)
 
 
 def summary(run):
@@ -125,7 +125,7 @@ def test_persistent_fault_ends_the_run(tmp_path, capsys):
     """At once without rollbacks; otherwise after one; nothing bad is saved."""
     run = tmp_path / "run"
     with poisoned(lambda row: row >= 64):
-        assert pretrain.main(command(run, "--training.rollbacks", "0")) == ExitCode.DIVERGED
+        assert pretrain.main(command(run, "--training.guard.rollbacks", "0")) == ExitCode.DIVERGED
         assert summary(run)["rollbacks"] == 0 and summary(run)["steps"] == 13
         assert not (run / "skipped.json").exists() and (run / "bad_data" / "step9.npz").exists()
         capsys.readouterr()

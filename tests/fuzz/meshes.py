@@ -46,6 +46,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import RunPlan, make_plan
 from jaxmoe.scaling import PARAMETERIZATIONS
 from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig
+from jaxmoe.training.guard import GuardConfig
 from jaxmoe.training.state import state_around
 from jaxmoe.training.step import make_train_step
 from sharding import MeshConfig, MoEMesh
@@ -237,7 +238,7 @@ def draw(rng: np.random.Generator, staged: float) -> PretrainConfig:
         accumulation=pick(rng, (1, 1, 2)),
         accumulated_balance=pick(rng, ("buffer", "two_pass")),
         clip=pick(rng, (None, 1.0)),
-        max_norm_ratio=None,
+        guard=GuardConfig(max_norm_ratio=None),
         objective=MaskedDiffusionConfig() if is_diffusion else NextTokenConfig(),
     )
     config = PretrainConfig(
@@ -423,7 +424,7 @@ class Steps:
             plan.model,
             plan.optimizer,
             execution=execution,
-            max_norm_ratio=training.max_norm_ratio,
+            max_norm_ratio=training.step_guard.max_norm_ratio,
             table=plan.table,
             **training.step_options(),
         )

@@ -34,6 +34,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import CapacityConfig
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
+from jaxmoe.training.guard import GuardConfig
 from sharding import MeshConfig, MoEMesh
 from sharding.state_layouts import STATE_LAYOUTS
 from tests.fuzz.meshes import Reference, compare
@@ -53,7 +54,11 @@ BASE = PretrainConfig(
     ),
     data=MarkovConfig(order=1, vocab_size=16),
     training=TrainingConfig(
-        steps=8, batch_size=16, sequence_length=16, accumulation=1, max_norm_ratio=None
+        steps=8,
+        batch_size=16,
+        sequence_length=16,
+        accumulation=1,
+        guard=GuardConfig(max_norm_ratio=None),
     ),
     optimizer=AdamWConfig(epsilon=1e-2),  # at 1e-8 noise has a sign
     schedule=LinearConfig(warmup_steps=1),

@@ -77,7 +77,8 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     Returns:
         `loss`, `grad_norm`, `not_finite`, `norm_limit`; `arrays` and `rows`, worst first.
     """
-    limit = float(norm_limit(state.recent_norms, assembly.plan.config.training.max_norm_ratio))
+    guard = assembly.plan.config.training.step_guard
+    limit = float(norm_limit(state.recent_norms, guard.max_norm_ratio))
     # Random numbers of a step follow from its number.
     number = jax.device_put(jnp.int32(dumped.step - 1), state.step.sharding)
     state = dataclasses.replace(state, opt_state=(), step=number)

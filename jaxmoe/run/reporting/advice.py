@@ -84,6 +84,7 @@ def _divergence(
     more = "\n" + "; ".join(hints) if hints else ""
     return (
         f"diverged: steps {first} to {last} were refused"
-        f" (training.max_skipped={training.max_skipped} in a row); lower the learning rate"
-        f" ({rate:g}): {resume} --optimizer.learning_rate {rate / 3:.2g} goes on {start}{more}"
+        f" (training.guard.max_skipped={training.step_guard.max_skipped} in a row);"
+        f" lower the learning rate ({rate:g}): {resume} --optimizer.learning_rate {rate / 3:.2g}"
+        f" goes on {start}{more}"
     )

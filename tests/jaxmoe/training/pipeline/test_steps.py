@@ -25,6 +25,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import make_plan
 from jaxmoe.scaling import HyperPConfig
 from jaxmoe.training import MaskedDiffusionConfig
+from jaxmoe.training.guard import GuardConfig
 from sharding import MeshConfig, MoEMesh
 from sharding.expert_parallel import AllToAllConfig
 from sharding.pipeline import InterleavedConfig
@@ -38,7 +39,11 @@ RUN = PretrainConfig(
     model=MODEL,
     data=MarkovConfig(order=1, vocab_size=16),
     training=TrainingConfig(
-        steps=8, batch_size=16, sequence_length=16, accumulation=4, max_norm_ratio=None
+        steps=8,
+        batch_size=16,
+        sequence_length=16,
+        accumulation=4,
+        guard=GuardConfig(max_norm_ratio=None),
     ),
     optimizer=AdamWConfig(epsilon=1e-2),
     schedule=LinearConfig(warmup_steps=1),

@@ -243,7 +243,7 @@ def _rolled_back(directory: pathlib.Path) -> dict[str, str]:
     """Two steps are refused, and the run goes back to a checkpoint and skips their rows."""
     from tests.support.faults import poisoned
 
-    flags = ("--checkpoint.every", "3", "--training.max_skipped", "2")
+    flags = ("--checkpoint.every", "3", "--training.guard.max_skipped", "2")
     with poisoned(lambda row: 8 * 4 <= row < 8 * 6):
         train(directory / "run", *flags, steps=9)
     skipped = json.loads((directory / "run" / "skipped.json").read_text())
