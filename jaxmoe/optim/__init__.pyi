@@ -10,6 +10,7 @@ from jaxmoe.optim.groups import RoleGroups as RoleGroups
 from jaxmoe.optim.groups import train_only as train_only
 from jaxmoe.optim.hypersphere import adamh as adamh
 from jaxmoe.optim.muon import MuonConfig as MuonConfig
+from jaxmoe.optim.muon import NewtonSchulzConfig as NewtonSchulzConfig
 from jaxmoe.optim.muon import muon as muon
 from jaxmoe.optim.muonh import MuonHConfig as MuonHConfig
 from jaxmoe.optim.muonh import muonh as muonh

@@ -152,12 +152,10 @@ class Optimizer(abc.ABC):
         return self.learning_rate * row.hyper.learning_rate_multiplier * self.rate_ratio(group)
 
     def resolve_dtype(self, compute: Literal["float32", "bfloat16"]) -> Any:
-        """Return the config with the dtype "auto", if it has such a field, replaced by that of a
-        platform."""
-        if getattr(self, "dtype", None) != "auto":
-            return self
-        config: Any = self
-        return dataclasses.replace(config, dtype=compute)
+        """Return the config with every dtype "auto" replaced by that of a platform; this one has
+        none."""
+        del compute
+        return self
 
     def build(
         self,

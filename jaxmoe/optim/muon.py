@@ -49,6 +49,18 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NewtonSchulzConfig:
+    """Newton-Schulz iteration, by which matrices become orthogonal."""
+
+    coefficients: Coefficients = "dion"
+    """dion ends close to orthogonal; standard is Muon's first."""
+    dtype: ComputeDtype = "auto"
+    """Dtype of the products; auto: bfloat16 on accelerators, float32 on the CPU."""
+    layout: MatrixLayout = "spread"
+    """Layout on a mesh: spread the matrices over the devices, or gather and compute all on each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixOptimizer(Optimizer):
     """Base of optimisers with Muon for matrices and AdamW for all else."""
 
@@ -62,8 +74,6 @@ class MatrixOptimizer(Optimizer):
     """Look ahead by one step of momentum."""
     form: Form = "sum"
     """Form of the momentum: HyperP's sum of gradients, or optax's bias-corrected average."""
-    coefficients: Coefficients = "dion"
-    """Newton-Schulz coefficients: dion ends close to orthogonal, standard is Muon's first."""
     beta1: float = 0.9
     """Decay rate for Adam's first moment."""
     beta2: float = 0.95
@@ -72,14 +82,24 @@ class MatrixOptimizer(Optimizer):
     """Epsilon of Adam, times the role's multiplier, and of Newton-Schulz."""
     weight_decay: float
     """Decoupled weight decay of all groups."""
-    dtype: ComputeDtype = "auto"
-    """Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU."""
-    layout: MatrixLayout = "spread"
-    """Layout on a mesh: spread the matrices over the devices, or gather and compute all on each."""
+    newton_schulz: NewtonSchulzConfig | None = None
+    """Iteration that makes matrices orthogonal; None for the default one."""
 
     def rate_ratio(self, group: Group) -> float:
         """Return `adamw_ratio` for the group of AdamW, 1 for the others."""
         return self.adamw_ratio if group == "adamw" else 1.0
+
+    @property
+    def iteration(self) -> NewtonSchulzConfig:
+        """Iteration that makes matrices orthogonal."""
+        return self.newton_schulz or NewtonSchulzConfig()
+
+    def resolve_dtype(self, compute: Literal["float32", "bfloat16"]) -> Any:
+        """Return the config with the dtype "auto" replaced by that of a platform."""
+        if self.iteration.dtype != "auto":
+            return self
+        iteration = dataclasses.replace(self.iteration, dtype=compute)
+        return dataclasses.replace(self, newton_schulz=iteration)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,16 +146,17 @@ def muon_directions(
         members: The group.
         scale: Scale of the directions.
     """
+    iteration = config.iteration
     return scale_by_muon(
         matrix_axes=members.matrix_axes(),
         momentum=config.momentum,
         nesterov=config.is_nesterov,
         form=config.form,
-        coefficients=config.coefficients,
+        coefficients=iteration.coefficients,
         scale=scale,
         epsilon=config.epsilon,
-        dtype=config.dtype,
-        layout=config.layout,
+        dtype=iteration.dtype,
+        layout=iteration.layout,
         name=members.group,
     )
 

@@ -46,6 +46,8 @@ REASONS: Final[dict[str, str]] = {
     " chunks and pipelines call it for some positions",
     "Optimizer.rate_ratio": "the rate of a group is in the formula of every optimiser; those with"
     " matrices have AdamW beside them at a rate of its own",
+    "Optimizer.resolve_dtype": "a plan asks any optimiser; of those here only Newton-Schulz has"
+    " products of a dtype of its own, as one of another package may",
     "ReplicasKind.adapt": "only the plan makes optimisers, before workers; 1-bit Adam receives its"
     " momentum from them",
     "StepPart.reads_rows": "backpropagation keeps the losses of rows only where a part reads them",

@@ -21,6 +21,7 @@ from jaxmoe.checkpoint import load_checkpoint, save_checkpoint
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import LinearConfig, MuonConfig, MuonHConfig, muon, muonh
 from jaxmoe.optim.hypersphere import SphereState
+from jaxmoe.optim.muon import NewtonSchulzConfig
 from jaxmoe.scaling import standard
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.state import init_state
@@ -183,7 +184,7 @@ SCHEDULE = LinearConfig().build(10)
 OPTIMIZERS = {
     "muonh": (MuonHConfig(), ("muonh", "adamh")),
     "muonh stack gathered": (
-        MuonHConfig(sphere="stack", layout="gathered"),
+        MuonHConfig(sphere="stack", newton_schulz=NewtonSchulzConfig(layout="gathered")),
         ("muonh", "adamh"),
     ),
     "muon": (MuonConfig(weight_decay=0.1), ("muon", "adamw")),

@@ -21,6 +21,7 @@ from jaxmoe.optim import (
     Optimizer,
     RoleGroups,
 )
+from jaxmoe.optim.muon import NewtonSchulzConfig
 from jaxmoe.optim.steps import straight_steps
 from jaxmoe.parameters import FROZEN, Group, ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
@@ -103,8 +104,9 @@ def test_its_traits_decide_memory_traffic_and_dtype():
     assert SignConfig.traits("sign").moments_per_parameter == 3
     assert SignConfig.traits(FROZEN).moments_per_parameter == 0
     assert SignConfig().resolve_dtype("bfloat16") == SignConfig()
-    assert MuonConfig().resolve_dtype("bfloat16").dtype == "bfloat16"
-    assert MuonConfig(dtype="float32").resolve_dtype("bfloat16").dtype == "float32"
+    assert MuonConfig().resolve_dtype("bfloat16").iteration.dtype == "bfloat16"
+    single = MuonConfig(newton_schulz=NewtonSchulzConfig(dtype="float32"))
+    assert single.resolve_dtype("bfloat16") == single
 
 
 def test_refusals_name_the_optimizer_that_has_the_group():
