@@ -13,7 +13,6 @@ The call runs without a mesh, inside a user's Auto mesh, and on a mesh of `shard
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import typing
 from collections.abc import Mapping
@@ -55,6 +54,7 @@ from jaxmoe.routing import RouterStatistics
 from jaxmoe.routing.balancers import of_statistics
 from sharding import axes as ax
 from sharding.constrain import Placement, surroundings
+from sharding.mesh import MeshConfig
 from sharding.products.tensor_parallel import look_up
 from sharding.sequence_parallel import TokenOrder
 
@@ -256,6 +256,22 @@ def initial_router_state(model: ModelConfig) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RowCuts:
+    """An execution with other sizes of its mesh, for the rows of `jaxmoe.combinations`.
+
+    Attributes:
+        execution: Its other fields; its fold belongs to its own mesh, and need not fit the sizes.
+        mesh: Sizes by which the current mesh cuts rows.
+    """
+
+    execution: ExecutionConfig
+    mesh: MeshConfig
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.execution, name)
+
+
 def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
     """Refuse tokens that are no rows of ids, and a current mesh that does not fit.
 
@@ -274,7 +290,10 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
             f"{execution.mesh_fold} needs {', '.join(missing)}: make it with"
             " make_mesh(execution.mesh, fold=execution.mesh_fold)"
         )
-    combinations.check(model=model, execution=_on_current_mesh(execution))
+    seq = axis_devices(placement, ax.ACT_SEQ_INNER)
+    tensor = max(execution.mesh.tensor, axis_devices(placement, ax.ACT_SEQ) // seq)
+    sizes = dataclasses.replace(execution.mesh, seq=seq, tensor=tensor)
+    combinations.check(model=model, execution=_RowCuts(execution, sizes))
     check_dispatcher(
         model.moe,
         execution,
@@ -288,15 +307,6 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
             f"sequences of {length} tokens must be divisible by the {shards} devices that share"
             " their positions (mesh seq x tensor): choose another length, or set these axes to 1"
         )
-
-
-def _on_current_mesh(execution: ExecutionConfig) -> ExecutionConfig:
-    """Return the execution with the sizes by which the current mesh cuts rows, for checks alone."""
-    seq = axis_devices(execution.placement, ax.ACT_SEQ_INNER)
-    tensor = max(execution.mesh.tensor, axis_devices(execution.placement, ax.ACT_SEQ) // seq)
-    changed = copy.copy(execution)  # not replaced: the fold is of the mesh of the config
-    object.__setattr__(changed, "mesh", dataclasses.replace(execution.mesh, seq=seq, tensor=tensor))
-    return changed
 
 
 def _check_whole_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
