@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CompleteP with AdamW: rates, epsilon and decay that transfer across width and depth.
 
-m = D / D0, n = L / L0, a = residual_exponent, 1 in CompleteP:
+m = D / D0, n = L / L0, a = exponents.residual, 1 in CompleteP:
 
                  initial values   learning rate   weight decay   epsilon
     embedding    0.02             1               1              1/m
@@ -47,11 +47,20 @@ from jaxmoe.scaling.parameterization import (
 )
 from jaxmoe.scaling.tables import (
     RoleTable,
-    check_exponents,
     fixed_normal,
     table_of,
     with_multipliers,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompletePExponents(laws.TokenExponents):
+    """Powers of CompleteP's laws."""
+
+    batch: float = 0.0
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
+    residual: float = 1.0
+    """Residual branches are multiplied by (depth / base depth) to minus this power; 0.5 to 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,23 +69,23 @@ class CompletePConfig(ParameterizationBase):
 
     name: ClassVar[str] = "completep"
 
-    residual_exponent: float = 1.0
-    """Residual branches are multiplied by (depth / base depth) to minus this power; 0.5 to 1."""
+    exponents: CompletePExponents | None = None
+    """Powers of the laws; None for those of the method."""
     matrix_std: float = 0.02
     """Standard deviation of the initial matrices at the base width."""
-    batch_exponent: float = 0.0
-    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
-    token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
 
     def __post_init__(self):
-        check_exponents(self)
         if not 0.0 < self.matrix_std < math.inf:
             raise ValueError(f"parameterization.matrix_std={self.matrix_std} must be above 0")
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
         """Return the parameterisation of a model; see `completep`."""
         return completep(model, budget, base, self)
+
+    @property
+    def powers(self) -> CompletePExponents:
+        """Powers of the laws."""
+        return self.exponents or CompletePExponents()
 
 
 def completep(
@@ -95,12 +104,12 @@ def completep(
     """
     options = options or CompletePConfig()
     rule = "completep"
-    rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
-    rate *= laws.token_factor(budget, base, options.token_exponent, rule)
+    rate = laws.batch_factor(budget, base, options.powers.batch, rule)
+    rate *= laws.token_factor(budget, base, options.powers.tokens, rule)
     wider = model.embed_dim / base.number("embed_dim", rule)
     deeper = model.num_layers / base.number("num_layers", rule)
     multipliers = ForwardMultipliers(
-        residual=deeper**-options.residual_exponent,
+        residual=deeper**-options.powers.residual,
         logits=1.0 / wider,
         attention_scale=1.0 / model.attention.head_dim,
     )
@@ -111,8 +120,8 @@ def completep(
 
 
 def _table(options: CompletePConfig, rate: float, wider: float, deeper: float) -> RoleTable:
-    inner_rate = rate * deeper ** (options.residual_exponent - 1.0)
-    inner_epsilon = 1.0 / (wider * deeper**options.residual_exponent)
+    inner_rate = rate * deeper ** (options.powers.residual - 1.0)
+    inner_epsilon = 1.0 / (wider * deeper**options.powers.residual)
     outer = dataclasses.replace(
         fixed_normal(options.matrix_std),
         learning_rate_multiplier=rate,

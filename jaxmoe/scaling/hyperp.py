@@ -24,7 +24,7 @@ stack) is an option of the optimiser.
 
 If paper and code differ, the code's choice is the default, because it produced the numbers: the
 token factor on all groups (`token_scaling`), the batch exponent 0.5 while the paper measures 0.558
-(`batch_exponent`). Provenance of the exponents: `jaxmoe.scaling.laws`. The scale of attention is
+(`exponents.batch`). Provenance of the exponents: `jaxmoe.scaling.laws`. The scale of attention is
 that of ArchScale's muP; the paper has heads of 128 only.
 
 Choices of this library: matrices on a sphere follow optimizer.weight_decay, which is 0 as in the
@@ -71,10 +71,24 @@ from jaxmoe.scaling.tables import (
     TiedEmbeddings,
     TokenScaling,
     attention_scale,
-    check_exponents,
+    check_head_width,
     sphere_table,
     with_multipliers,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HyperPExponents(laws.BatchExponents):
+    """Powers of HyperP's laws."""
+
+    batch: float = laws.BATCH_EXPONENT
+    """The rate grows as (batch / base batch) to this power; the paper measures 0.558."""
+    tokens: float = laws.TOKEN_EXPONENT
+    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
+    depth: float = laws.DEPTH_EXPONENT
+    """The rate falls as (depth / base depth) to this power; 1 - residual in theory."""
+    residual: float = laws.RESIDUAL_EXPONENT
+    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +97,8 @@ class HyperPConfig(ParameterizationBase):
 
     name: ClassVar[str] = "hyperp"
 
-    token_exponent: float = laws.TOKEN_EXPONENT
-    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
-    batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; the paper measures 0.558."""
-    depth_exponent: float = laws.DEPTH_EXPONENT
-    """The rate falls as (depth / base depth) to this power; 1 - residual_exponent in theory."""
-    residual_exponent: float = laws.RESIDUAL_EXPONENT
-    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
+    exponents: HyperPExponents | None = None
+    """Powers of the laws; None for those of the method."""
     token_scaling: TokenScaling = "all"
     """Rates that the tokens scale: all, as in the paper's code, or those of hidden matrices, as in
     its Table 1."""
@@ -103,7 +111,7 @@ class HyperPConfig(ParameterizationBase):
     None is the paper's fixed std, with a bound that grows with width (20.48 at 1024)."""
 
     def __post_init__(self):
-        check_exponents(self)
+        check_head_width(self.base_head_dim)
         if self.logit_bound is not None and not self.logit_bound > 0:
             raise ValueError(
                 f"parameterization.logit_bound={self.logit_bound} must be above 0, or None for the"
@@ -133,14 +141,15 @@ def hyperp(
     options = options or HyperPConfig()
     rule = "hyperp"
     combinations.check(model=model, parameterization=options)
-    outer = laws.batch_factor(budget, base, options.batch_exponent, rule)
-    outer *= laws.depth_factor(model.num_layers, base, options.depth_exponent, rule)
-    tokens = laws.token_factor(budget, base, options.token_exponent, rule)
+    powers = options.exponents or HyperPExponents()
+    outer = laws.batch_factor(budget, base, powers.batch, rule)
+    outer *= laws.depth_factor(model.num_layers, base, powers.depth, rule)
+    tokens = laws.token_factor(budget, base, powers.tokens, rule)
     inner = outer * tokens
     if options.token_scaling == "all":
         outer = inner
     multipliers = ForwardMultipliers(
-        residual=laws.residual_multiplier(model.num_layers, options.residual_exponent),
+        residual=laws.residual_multiplier(model.num_layers, powers.residual),
         attention_scale=attention_scale(model, options.base_head_dim),
     )
 

@@ -27,11 +27,13 @@ Provenance of the defaults (arXiv 2603.28743, its published tables; ArchScale at
 No sweep of the paper varies width alone: it is 128 L throughout. Below the base point in any number
 every law is an extrapolation; `experiments.transfer` measures it.
 
-To add a law: a factor that is 1 at the base point in `jaxmoe/scaling/laws.py`, and its exponent as
-a field of the parameterisations that follow it.
+To add a law: a factor that is 1 at the base point, and its exponent as a field of the records of
+the parameterisations that follow it, both in `jaxmoe/scaling/laws.py`.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from jaxmoe.scaling.parameterization import BasePoint, Budget
 
@@ -39,6 +41,41 @@ TOKEN_EXPONENT = 0.32
 BATCH_EXPONENT = 0.5
 DEPTH_EXPONENT = 0.5
 RESIDUAL_EXPONENT = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchExponents:
+    """Powers of the law of the batch."""
+
+    batch: float = BATCH_EXPONENT
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not -2.0 <= value <= 2.0:
+                raise ValueError(
+                    f"parameterization.exponents.{field.name}={value} must lie between -2 and 2; 0"
+                    " turns it off"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenExponents(BatchExponents):
+    """Powers of the laws of batch and tokens."""
+
+    tokens: float = 0.0
+    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DepthExponents(TokenExponents):
+    """Powers of the laws of batch, tokens and depth."""
+
+    depth: float = DEPTH_EXPONENT
+    """The rate falls as (depth / base depth) to this power; 0 turns the law off."""
+    residual: float = RESIDUAL_EXPONENT
+    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
 
 
 def token_factor(budget: Budget, base: BasePoint, exponent: float, rule: str) -> float:

@@ -37,7 +37,6 @@ from jaxmoe.scaling.parameterization import (
 from jaxmoe.scaling.tables import (
     HEAD_STD,
     TiedEmbeddings,
-    check_exponents,
     sphere_table,
 )
 
@@ -48,12 +47,10 @@ class VanillaMuonHConfig(ParameterizationBase):
 
     name: ClassVar[str] = "muonh_vanilla"
 
-    batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
+    exponents: laws.BatchExponents | None = None
+    """Powers of the laws; None for the usual one of the batch."""
     tied_embeddings: TiedEmbeddings = "refuse"
     """Treatment of a head tied to the embedding: an error, or AdamW without a sphere."""
-
-    __post_init__ = check_exponents
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
         """Return the parameterisation of a model; see `muonh_vanilla`."""
@@ -77,7 +74,8 @@ def muonh_vanilla(
     options = options or VanillaMuonHConfig()
     rule = "muonh_vanilla"
     combinations.check(model=model, parameterization=options)
-    rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
+    powers = options.exponents or laws.BatchExponents()
+    rate = laws.batch_factor(budget, base, powers.batch, rule)
 
     return Parameterization(
         model=model,

@@ -41,18 +41,19 @@ Sources for Muon: arXiv 2603.28743, Table 1 for muP, and ArchScale for the rest;
 the baseline of the HyperP paper, tuned there at eta0 0.02 and weight decay 1e-3. For muP the code
 decays vectors, embedding and head by 1/m too. For muP++ it writes L0 / L in place of 1/m; on the
 ladder, where width is 128 L, they are one number, and the rule it follows (arXiv 2512.05620) is
-stated in width. `token_exponent` (0 in the paper) adds HyperP's token law to Muon, a control that
+stated in width. `exponents.tokens` (0 in the paper) adds HyperP's token law to Muon, a control that
 the paper lacks.
 
 Rows for matrices that start at zero are this library's: with AdamW as routers, with Muon see
 `zero_start_rate`.
 
-To add a variant: `MuPRule` in `jaxmoe/scaling/mup.py`, the union in `jaxmoe/scaling/__init__.py`, a
-row of CASES in `tests/jaxmoe/scaling/test_scaling.py`.
+To add a variant: a config derived from `WidthRule` or `DepthRule` in `jaxmoe/scaling/mup.py`, a row
+of CASES in `tests/jaxmoe/scaling/test_scaling.py`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any, ClassVar
 
@@ -71,7 +72,7 @@ from jaxmoe.scaling.tables import (
     KAIMING,
     RoleTable,
     attention_scale,
-    check_exponents,
+    check_head_width,
     embedding_std,
     fixed_normal,
     table_of,
@@ -91,50 +92,70 @@ class MuPRule(ParameterizationBase):
     """Whether hidden matrices are Muon's."""
     outer_decay: ClassVar[float] = 1.0
     """Multiplier of the weight decay of embedding, head and vectors."""
-    batch_exponent: float
-    token_exponent: float
     base_head_dim: int
-    depth_exponent: float = 0.0
-    residual_exponent: float = 0.0
     has_independent_decay: bool = False
 
     def __post_init__(self):
-        check_exponents(self)
+        check_head_width(self.base_head_dim)
 
     def build(self, model: ModelConfig, budget: Budget, base: BasePoint) -> Parameterization:
         """Return the parameterisation of a model; see `mup`."""
         return mup(model, budget, base, self)
 
+    @property
+    @abc.abstractmethod
+    def powers(self) -> laws.DepthExponents:
+        """Powers of the laws; 0 for those that the rule does not have."""
+
+
+class WidthRule(MuPRule):
+    """Base of the rules without a law of depth."""
+
+    __slots__ = ()
+
+    exponents: laws.TokenExponents | None
+
+    @property
+    def powers(self) -> laws.DepthExponents:
+        """Powers of the laws of batch and tokens."""
+        given = self.exponents or laws.TokenExponents()
+        return laws.DepthExponents(batch=given.batch, tokens=given.tokens, depth=0.0, residual=0.0)
+
+
+class DepthRule(MuPRule):
+    """Base of the rules with laws of depth."""
+
+    __slots__ = ()
+
+    exponents: laws.DepthExponents | None
+
+    @property
+    def powers(self) -> laws.DepthExponents:
+        """Powers of the laws of batch, tokens and depth."""
+        return self.exponents or laws.DepthExponents()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MuPConfig(MuPRule):
+class MuPConfig(WidthRule):
     """muP with AdamW: hidden rates fall as 1/width."""
 
     name: ClassVar[str] = "mup"
 
-    batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
-    token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
+    exponents: laws.TokenExponents | None = None
+    """Powers of the laws; None for those of the method."""
     base_head_dim: int = BASE_HEAD_DIM
     """Head width at which attention is scaled as usual."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MuPPlusPlusConfig(MuPRule):
+class MuPPlusPlusConfig(DepthRule):
     """muP++ with AdamW: muP with 1/sqrt(depth) in the rates and in the residual branches."""
 
     name: ClassVar[str] = "mup_plus_plus"
     outer_decay: ClassVar[float] = 0.0
 
-    batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
-    depth_exponent: float = laws.DEPTH_EXPONENT
-    """The rate falls as (depth / base depth) to this power; 0 turns the law off."""
-    token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
-    residual_exponent: float = laws.RESIDUAL_EXPONENT
-    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
+    exponents: laws.DepthExponents | None = None
+    """Powers of the laws; None for those of the method."""
     base_head_dim: int = BASE_HEAD_DIM
     """Head width at which attention is scaled as usual."""
     has_independent_decay: bool = False
@@ -142,16 +163,14 @@ class MuPPlusPlusConfig(MuPRule):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MuPMuonConfig(MuPRule):
+class MuPMuonConfig(WidthRule):
     """muP for Muon, without a law of depth."""
 
     name: ClassVar[str] = "mup_muon"
     is_muon: ClassVar[bool] = True
 
-    batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
-    token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; 0 turns the law off."""
+    exponents: laws.TokenExponents | None = None
+    """Powers of the laws; None for those of the method."""
     base_head_dim: int = BASE_HEAD_DIM
     """Head width at which attention is scaled as usual."""
     has_independent_decay: bool = False
@@ -159,21 +178,15 @@ class MuPMuonConfig(MuPRule):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MuPPlusPlusMuonConfig(MuPRule):
+class MuPPlusPlusMuonConfig(DepthRule):
     """muP++ for Muon, the baseline of the HyperP paper."""
 
     name: ClassVar[str] = "mup_plus_plus_muon"
     is_muon: ClassVar[bool] = True
     outer_decay: ClassVar[float] = 0.0
 
-    batch_exponent: float = laws.BATCH_EXPONENT
-    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
-    depth_exponent: float = laws.DEPTH_EXPONENT
-    """The rate falls as (depth / base depth) to this power; 0 turns the law off."""
-    token_exponent: float = 0.0
-    """The rate falls as (tokens / base tokens) to this power; HyperP's is 0.32."""
-    residual_exponent: float = laws.RESIDUAL_EXPONENT
-    """Residual branches are multiplied by (2 depth) to minus this power; 0 multiplies by 1."""
+    exponents: laws.DepthExponents | None = None
+    """Powers of the laws; None for those of the method."""
     base_head_dim: int = BASE_HEAD_DIM
     """Head width at which attention is scaled as usual."""
     has_independent_decay: bool = True
@@ -196,12 +209,13 @@ def mup(
     """
     options = options or MuPConfig()
     rule = options.name
-    rate = laws.batch_factor(budget, base, options.batch_exponent, rule)
-    rate *= laws.depth_factor(model.num_layers, base, options.depth_exponent, rule)
-    rate *= laws.token_factor(budget, base, options.token_exponent, rule)
+    powers = options.powers
+    rate = laws.batch_factor(budget, base, powers.batch, rule)
+    rate *= laws.depth_factor(model.num_layers, base, powers.depth, rule)
+    rate *= laws.token_factor(budget, base, powers.tokens, rule)
     wider = model.embed_dim / base.number("embed_dim", rule)
     multipliers = ForwardMultipliers(
-        residual=laws.residual_multiplier(model.num_layers, options.residual_exponent),
+        residual=laws.residual_multiplier(model.num_layers, powers.residual),
         logits=1.0 / wider,
         router=1.0 if options.is_muon else 1.0 / wider,
         attention_scale=attention_scale(model, options.base_head_dim),

@@ -11,7 +11,7 @@ One learning rate for every role, no forward multipliers, weight decay on matric
 rate tuned here does not transfer to another width or depth; HyperP's does.
 
 ArchScale's standard one has std 0.02 for every matrix, 1e-4 for the embedding, and the law of the
-batch: matrix_std=0.02, embedding_std=1e-4, batch_exponent=0.5. It also decays gains and embedding,
+batch: matrix_std=0.02, embedding_std=1e-4, exponents.batch=0.5. It also decays gains and embedding,
 which this one does not.
 
 `matrices` puts hidden matrices, experts and router into the group of another optimiser under the
@@ -38,7 +38,7 @@ from jaxmoe.scaling.parameterization import (
     Parameterization,
     ParameterizationBase,
 )
-from jaxmoe.scaling.tables import ROLE_CLASSES, check_exponents
+from jaxmoe.scaling.tables import ROLE_CLASSES
 
 EMBEDDING_STD = 0.02
 
@@ -46,6 +46,14 @@ if TYPE_CHECKING:
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StandardExponents(laws.BatchExponents):
+    """Power of the law of the batch, which is off by default."""
+
+    batch: float = 0.0
+    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +70,10 @@ class StandardConfig(ParameterizationBase):
     less into the residual stream."""
     embedding_std: float = EMBEDDING_STD
     """Standard deviation of the initial embedding."""
-    batch_exponent: float = 0.0
-    """The rate grows as (batch / base batch) to this power; 0 turns the law off."""
+    exponents: StandardExponents | None = None
+    """Powers of the laws; None for no law."""
 
     def __post_init__(self):
-        check_exponents(self)
         for field in ("matrix_std", "embedding_std"):
             value = getattr(self, field)
             if value is not None and not 0.0 < value < math.inf:
@@ -96,10 +103,11 @@ def standard(
     """
     options = options or StandardConfig()
     rate = 1.0
-    if options.batch_exponent != 0.0:
+    power = 0.0 if options.exponents is None else options.exponents.batch
+    if power != 0.0:
         if budget is None:
-            raise ValueError("parameterization.batch_exponent needs a budget: give one, or set 0")
-        rate = laws.batch_factor(budget, base or BasePoint(), options.batch_exponent, "standard")
+            raise ValueError("parameterization.exponents.batch needs a budget: give one, or set 0")
+        rate = laws.batch_factor(budget, base or BasePoint(), power, "standard")
     return Parameterization(
         model=model,
         roles=tuple((role, _row(role, model.num_layers, options, rate)) for role in ROLES),

@@ -186,13 +186,7 @@ def with_multipliers(model: ModelConfig, multipliers: ForwardMultipliers, rule: 
     return dataclasses.replace(model, multipliers=multipliers)
 
 
-def check_exponents(config: object) -> None:
-    """Refuse exponents outside -2 to 2, and a head width below 1."""
-    for field in (field.name for field in dataclasses.fields(config)):  # pyright: ignore[reportArgumentType]
-        value = getattr(config, field)
-        if field.endswith("_exponent") and not -2.0 <= value <= 2.0:
-            raise ValueError(
-                f"parameterization.{field}={value} must lie between -2 and 2; 0 turns it off"
-            )
-        if field == "base_head_dim" and value < 1:
-            raise ValueError(f"parameterization.base_head_dim={value} must be at least 1")
+def check_head_width(width: int) -> None:
+    """Refuse a head width below 1 in the field `base_head_dim`."""
+    if width < 1:
+        raise ValueError(f"parameterization.base_head_dim={width} must be at least 1")

@@ -18,7 +18,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.plan import describe_rates, make_plan
-from jaxmoe.scaling import StandardConfig
+from jaxmoe.scaling import StandardConfig, StandardExponents
 from jaxmoe.training.evaluate import evaluate as evaluate_batches
 from jaxmoe.training.evaluate import make_eval_step
 
@@ -64,7 +64,7 @@ def test_the_header_says_what_the_rates_become(finished):
     )
     usual = dataclasses.replace(config, parameterization=StandardConfig())
     assert describe_rates(make_plan(usual)) == ""
-    law = StandardConfig(batch_exponent=1.0)
+    law = StandardConfig(exponents=StandardExponents(batch=1.0))
     halved = dataclasses.replace(config.base, batch_tokens=256)
     both = dataclasses.replace(config, parameterization=law, base=halved)
     assert describe_rates(make_plan(both)) == "0.005 at the base point, here 0.0025"

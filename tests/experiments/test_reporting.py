@@ -20,7 +20,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.summary import closing_message, load_window
-from jaxmoe.scaling import BasePoint, MuPConfig
+from jaxmoe.scaling import BasePoint, MuPConfig, TokenExponents
 from jaxmoe.tracking import MFU, TOKENS_PER_SECOND, read_metrics
 from jaxmoe.tracking.tracker import BITS_PER_TOKEN, TRAINED_SECONDS, TRAINED_TOKENS
 from jaxmoe.training.evaluate import Evaluation
@@ -80,7 +80,7 @@ def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, ca
 def test_the_rate_is_that_of_the_hidden_matrices(assembly, tmp_path, capsys):
     """Half of optimizer.learning_rate under muP at twice the base width."""
     config = assembly.plan.config
-    rule = MuPConfig(batch_exponent=0.0)
+    rule = MuPConfig(exponents=TokenExponents(batch=0.0))
     base = BasePoint(embed_dim=config.model.embed_dim // 2)
     plan = make_plan(dataclasses.replace(config, parameterization=rule, base=base))
     directory = RunDirectory(tmp_path)

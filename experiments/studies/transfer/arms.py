@@ -16,10 +16,13 @@ To add an arm: a row of ARMS in experiments/studies/transfer/arms.py
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 from jaxmoe.optim import AdamWConfig, MuonConfig, MuonHConfig, Optimizer
 from jaxmoe.scaling import (
     CompletePConfig,
+    DepthExponents,
     HyperPConfig,
     MuPConfig,
     MuPMuonConfig,
@@ -45,15 +48,20 @@ class Arm:
     def words(self) -> str:
         """Parameterisation and optimiser with their non-default options, and the centre of the
         rates."""
-        defaults = type(self.parameterization)()
-        options = [
-            f" {field.name}={getattr(self.parameterization, field.name):g}"
-            for field in dataclasses.fields(defaults)
-            if getattr(self.parameterization, field.name) != getattr(defaults, field.name)
-        ]
         rate = self.optimizer.learning_rate
-        parts = f"{self.parameterization.name}{''.join(options)}"
+        parts = "".join([self.parameterization.name, *_options(self.parameterization)])
         return f"{parts} with {self.optimizer.name}, rates round {rate:g}"
+
+
+def _options(config: Any, prefix: str = " ") -> Iterator[str]:
+    """Yield the options of a config, and of the records in it, that are not the default ones."""
+    defaults = type(config)()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _options(value, f"{prefix}{field.name}.")
+        elif value != getattr(defaults, field.name):
+            yield f"{prefix}{field.name}={value:g}"
 
 
 _ALL = ("width", "depth", "tokens", "batch", "granularity", "sparsity", "balance")
@@ -88,7 +96,7 @@ ARMS: dict[str, Arm] = {
         claims=("width", "depth"),
     ),
     "mup_plus_plus_muon_tokens": Arm(
-        parameterization=MuPPlusPlusMuonConfig(token_exponent=TOKEN_EXPONENT),
+        parameterization=MuPPlusPlusMuonConfig(exponents=DepthExponents(tokens=TOKEN_EXPONENT)),
         optimizer=MuonConfig(learning_rate=0.05),
         claims=("width", "depth", "tokens"),
     ),

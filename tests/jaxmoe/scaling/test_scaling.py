@@ -18,7 +18,11 @@ from jaxmoe.scaling import (
     HYPERP_BASE,
     PARAMETERIZATIONS,
     Budget,
+    CompletePExponents,
+    DepthExponents,
+    HyperPExponents,
     StandardConfig,
+    StandardExponents,
     completep,
     hyperp,
     laws,
@@ -177,7 +181,7 @@ def test_completep_scales_epsilon_and_others_do_not():
     roles = dict(build("completep").roles)
     assert roles["embedding"].epsilon_multiplier == roles["head"].epsilon_multiplier == 0.5
     assert roles["expert_in"].epsilon_multiplier == roles["norm"].epsilon_multiplier == 0.25
-    gentler = dict(build("completep", residual_exponent=0.5).roles)
+    gentler = dict(build("completep", exponents=CompletePExponents(residual=0.5)).roles)
     assert gentler["norm"].learning_rate_multiplier == pytest.approx(2**-0.5)
     assert gentler["mlp_in"].learning_rate_multiplier == pytest.approx(2**-0.5 / 2)
     for name in set(CASES) - {"completep"}:
@@ -305,10 +309,11 @@ def test_disputed_readings_are_options():
         assert hidden.of(role).learning_rate_multiplier == pytest.approx(DEPTH, rel=1e-5)
     for role in ("mlp_in", "expert_out", "router", "attention_gate"):
         assert hidden.of(role).learning_rate_multiplier == pytest.approx(TOKENS, rel=1e-5)
-    steeper = build("hyperp", batch_exponent=0.558, depth_exponent=0.0, token_exponent=0.0)
+    steeper = build("hyperp", exponents=HyperPExponents(batch=0.558, depth=0.0, tokens=0.0))
     assert steeper.of("mlp_in").learning_rate_multiplier == pytest.approx(4**-0.558)
-    assert build("hyperp", residual_exponent=1.0).model.multipliers.residual == 1 / 32
-    control = build("mup_plus_plus_muon", token_exponent=0.32)
+    shallower = build("hyperp", exponents=HyperPExponents(residual=1.0))
+    assert shallower.model.multipliers.residual == 1 / 32
+    control = build("mup_plus_plus_muon", exponents=DepthExponents(tokens=0.32))
     assert control.of("mlp_in").learning_rate_multiplier == pytest.approx(TOKENS, rel=1e-5)
 
 
@@ -346,7 +351,7 @@ def test_standard_puts_matrices_into_the_group_of_any_optimizer(matrices):
 
 
 def test_archscales_standard_parameterisation():
-    options = {"matrix_std": 0.02, "embedding_std": 1e-4, "batch_exponent": 0.5}
+    options = {"matrix_std": 0.02, "embedding_std": 1e-4, "exponents": StandardExponents(batch=0.5)}
     built = build("standard", **options)
     for role, hyper in built.roles:
         if ROLE_CLASSES[role] in ("head", "hidden", "experts", "router"):

@@ -14,12 +14,14 @@ from jaxmoe.scaling import (
     HYPERP_BASE,
     PARAMETERIZATIONS,
     BasePoint,
+    BatchExponents,
     Budget,
     CompletePConfig,
     HyperPConfig,
+    HyperPExponents,
     MuPPlusPlusMuonConfig,
     StandardConfig,
-    VanillaMuonHConfig,
+    StandardExponents,
     standard,
 )
 from jaxmoe.scaling.initialize import init_params, parameter_table
@@ -103,7 +105,7 @@ def test_a_missing_number_of_the_base_point_is_refused(name):
 
 
 def test_a_law_that_is_off_needs_no_base_point():
-    off = HyperPConfig(token_exponent=0.0, batch_exponent=0.0, depth_exponent=0.0)
+    off = HyperPConfig(exponents=HyperPExponents(tokens=0.0, batch=0.0, depth=0.0))
     assert off.build(MODEL, BUDGET, BasePoint()).of("mlp_in").learning_rate_multiplier == 1.0
 
 
@@ -141,8 +143,8 @@ def test_an_empty_budget_is_refused(field):
     ("make", "text"),
     [
         (
-            lambda: HyperPConfig(token_exponent=float("nan")),
-            "parameterization.token_exponent=nan must lie between -2 and 2; 0 turns it off",
+            lambda: HyperPExponents(tokens=float("nan")),
+            "parameterization.exponents.tokens=nan must lie between -2 and 2; 0 turns it off",
         ),
         (
             lambda: MuPPlusPlusMuonConfig(base_head_dim=0),
@@ -154,8 +156,8 @@ def test_an_empty_budget_is_refused(field):
             " at every width",
         ),
         (
-            lambda: VanillaMuonHConfig(batch_exponent=9.0),
-            "parameterization.batch_exponent=9.0 must lie between -2 and 2; 0 turns it off",
+            lambda: BatchExponents(batch=9.0),
+            "parameterization.exponents.batch=9.0 must lie between -2 and 2; 0 turns it off",
         ),
         (
             lambda: CompletePConfig(matrix_std=0.0),
@@ -166,8 +168,8 @@ def test_an_empty_budget_is_refused(field):
             "parameterization.embedding_std=-1.0 must be above 0",
         ),
         (
-            lambda: standard(MODEL, options=StandardConfig(batch_exponent=0.5)),
-            "parameterization.batch_exponent needs a budget: give one, or set 0",
+            lambda: standard(MODEL, options=StandardConfig(exponents=StandardExponents(batch=0.5))),
+            "parameterization.exponents.batch needs a budget: give one, or set 0",
         ),
     ],
 )
