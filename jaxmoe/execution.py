@@ -79,9 +79,6 @@ class ExecutionConfig:
     """Sizes of the mesh axes; the training commands make this mesh and set it."""
     fold: MoEMesh | None = None
     """Another layout of the same devices for the experts; mesh.expert is then 1."""
-    host_order: tuple[int, ...] = ()
-    """Processes in the order in which their devices fill the mesh, such as the order of a plan for
-    hosts with unequal links; empty keeps the usual order."""
     rules: StateLayoutName = "fully_sharded"
     """Layout of parameters, gradients and optimiser state; see sharding/state_layouts.py."""
     dispatcher: Dispatcher = LocalConfig()
@@ -126,11 +123,6 @@ class ExecutionConfig:
         combinations.check(execution=self)
         if self.mesh_fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.mesh_fold)
-        if sorted(self.host_order) != list(range(len(self.host_order))):
-            raise ValueError(
-                f"execution.host_order={self.host_order} must name the processes 0 to"
-                f" {len(self.host_order) - 1} once each"
-            )
         if self.unroll is not None and self.unroll < 1:
             raise ValueError(f"execution.unroll={self.unroll} must be at least 1")
         if self.loss_chunk < 0:

@@ -364,6 +364,7 @@ _MOVED: Final[Mapping[str, str]] = {
     "parameterization.residual_exponent": "--parameterization.exponents.residual",
     "run.steal_lock": "--run.lock.steal",
     "run.lock_heartbeat": "--run.lock.heartbeat",
+    "execution.host_order": "--processes.order",
     "execution.optimizer_memory": "--execution.offload.optimizer",
     "execution.optimizer_parts": "--execution.offload.parts",
     "execution.optimizer_directory": "--execution.offload.directory",

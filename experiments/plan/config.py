@@ -170,7 +170,7 @@ def measured_topology(config: PlanConfig, topology: Topology) -> Topology:
     if config.network.links is not None:
         chip = linked_chip(topology.chip, LinkTable.load(config.network.links))
         topology = dataclasses.replace(topology, measured=chip)
-    links = host_links(config.network, topology.num_devices, config.execution.host_order)
+    links = host_links(config.network, topology.num_devices, config.process_order)
     chip = dataclasses.replace(topology.chip, host_links=links)
     topology = dataclasses.replace(topology, measured=chip)
     if not config.measured_run:

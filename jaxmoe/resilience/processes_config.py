@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`ProcessesConfig`: timeouts of a run with one or several processes."""
+"""`ProcessesConfig`: timeouts of a run with one or several processes, and their order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessesConfig:
-    """Timeouts after which a run ends with the cause."""
+    """Order of the processes in the mesh, and timeouts after which a run ends with the cause."""
 
+    order: tuple[int, ...] = ()
+    """Processes in the order in which their devices fill the mesh, such as the order of a plan for
+    hosts with unequal links; empty keeps the usual order."""
     start: int = 300
     """Timeout for all processes to connect, in seconds."""
     heartbeat: int = 30
@@ -24,6 +27,11 @@ class ProcessesConfig:
     """Timeout of the first activity of each kind, which may compile, in seconds."""
 
     def __post_init__(self):
+        if sorted(self.order) != list(range(len(self.order))):
+            raise ValueError(
+                f"processes.order={self.order} must name the processes 0 to {len(self.order) - 1}"
+                " once each"
+            )
         for field in ("start", "heartbeat", "barrier", "first"):
             if getattr(self, field) < 1:
                 raise ValueError(

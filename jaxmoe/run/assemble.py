@@ -244,7 +244,7 @@ def assemble(
     for kind in plan.model.kinds:
         kind.mixer.check_precision(execution.precision)
     mesh = make_mesh(
-        mesh_config, devices, fold=execution.mesh_fold, host_order=execution.host_order
+        mesh_config, devices, fold=execution.mesh_fold, host_order=config.process_order
     )
     execution.implementations.prepare(mesh, left_out=_find_uncalled(plan, execution))
     check_mesh(plan, execution, trains=trains)

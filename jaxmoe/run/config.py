@@ -429,7 +429,7 @@ class PretrainConfig:
     profile: ProfileConfig | None = None
     """Traced steps; None for no trace."""
     processes: ProcessesConfig | None = None
-    """Timeouts of processes; None for the default ones, which always hold."""
+    """Order and timeouts of processes; None for the usual order and the default timeouts."""
     parts: tuple[RunPartConfig, ...] = ()
     """What else the run does; `--NAME.field value` adds NAME, and other packages add members."""
 
@@ -455,6 +455,11 @@ class PretrainConfig:
     def timeouts(self) -> ProcessesConfig:
         """Timeouts of processes."""
         return self.processes or _TIMEOUTS
+
+    @property
+    def process_order(self) -> tuple[int, ...]:
+        """Processes in the order in which their devices fill the mesh; empty for the usual one."""
+        return () if self.processes is None else self.processes.order
 
     @property
     def assigner(self) -> Assigner:

@@ -130,7 +130,7 @@ def test_a_sleeping_process_is_named_by_its_links(tmp_path, monkeypatch):
         "--checkpoint.every",
         "0",
     )
-    more = (*more, "--execution.host_order", "1", "0")
+    more = (*more, "--processes.order", "1", "0")
     address, running = f"127.0.0.1:{free_port()}", []
     try:
         for index in range(2):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the traffic between hosts: their order, measured links, the congestion of a fabric.
 
-host_order.py   order of the hosts in the mesh, for --execution.host_order
+host_order.py   order of the hosts in the mesh, for --processes.order
 links.py        LinkTable: measured times, as links.json and as rates per mesh axis
 fabric.py       flows of collectives on a leaf-spine network, and their congestion
 measured.py     seconds of a step's messages by a links.json

@@ -28,7 +28,7 @@ def linked_chip(chip: Chip, table: LinkTable) -> Chip:
 def host_bandwidth(table: LinkTable) -> Float[np.ndarray, "H H"]:
     """Return the bytes per second from each process to each other: those of its slowest link.
 
-    A process is a host of `execution.host_order`.
+    A process is a host of `processes.order`.
 
     Args:
         table: Table of `python -m experiments.doctor --links --pairs processes`.

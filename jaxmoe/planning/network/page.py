@@ -53,7 +53,7 @@ class NetworkConfig:
     hosts: str = ""
     """Classes of the hosts' network cards in order, such as "ib*4 roce*4", or "measured" for the
     links between processes of network.links. Plans are priced with them, and the best
-    --execution.host_order is printed. Classes are ib, roce, ethernet."""
+    --processes.order is printed. Classes are ib, roce, ethernet."""
     spines: int = 0
     """Spine switches of a leaf-spine network, whose congestion is printed; 0 prints none."""
     devices_per_leaf: int = 32
@@ -115,7 +115,7 @@ def host_links(config: NetworkConfig, num_devices: int, order: Sequence[int] = (
     Args:
         config: Network; without hosts nothing is known.
         num_devices: Devices of the plan.
-        order: Host at each position (`execution.host_order`); as given if empty.
+        order: Host at each position (`processes.order`); as given if empty.
 
     Raises:
         ValueError: The hosts do not divide the devices or are not those of the order, or
@@ -127,7 +127,7 @@ def host_links(config: NetworkConfig, num_devices: int, order: Sequence[int] = (
     if num_devices % len(bandwidth) or len(order) not in (0, len(bandwidth)):
         raise ValueError(
             f"network.hosts has {len(bandwidth)} hosts, which must divide the {num_devices} devices"
-            f" and be those of execution.host_order ({len(order) or 'none'})"
+            f" and be those of processes.order ({len(order) or 'none'})"
         )
     places = list(order) or list(range(len(bandwidth)))
     return tuple(tuple(row) for row in bandwidth[np.ix_(places, places)].tolist())
@@ -158,7 +158,7 @@ def _hosts(
     plain = order_seconds(np.arange(len(order)), exchanges_in_step, bandwidth)
     yield (
         f"order of hosts       {seconds:.3g} s of messages between hosts, {plain:.3g} s as given:"
-        f" --execution.host_order {' '.join(map(str, order))}"
+        f" --processes.order {' '.join(map(str, order))}"
     )
     if classes:
         yield f"  classes in order: {' '.join(classes[host] for host in order)}"

@@ -227,7 +227,7 @@ def test_the_lines_of_a_plan(plan, tmp_path):
     config = NetworkConfig(hosts="ib roce ib roce", spines=6, devices_per_leaf=8)
     lines = network_lines(config, plan, chip)
     (order,) = [line for line in lines if line.startswith("order of hosts")]
-    numbers = [int(word) for word in order.partition("--execution.host_order ")[2].split()]
+    numbers = [int(word) for word in order.partition("--processes.order ")[2].split()]
     assert sorted(numbers) == [0, 1, 2, 3] and numbers[0] % 2 == numbers[1] % 2
     rows = [line for line in lines if line.startswith("  rows over expert")]
     assert not rows, "experts are within a leaf"
@@ -289,7 +289,7 @@ def test_hosts_are_ordered_by_their_measured_links(plan, tmp_path):
     config = NetworkConfig(links=str(path), hosts="measured")
     lines = network_lines(config, ring, CHIPS["h100"])
     (order,) = [line for line in lines if line.startswith("order of hosts")]
-    words = order.partition("--execution.host_order ")[2].split()
+    words = order.partition("--processes.order ")[2].split()
     start = words.index("0")
     assert words[start:] + words[:start] == ["0", "2", "1", "3"]
     assert not any("classes in order" in line for line in lines)
