@@ -110,7 +110,7 @@ def check_plain_files(paths: Iterable[pathlib.Path]) -> None:
             raise ValueError(f"{path} is {kind}, and must be a plain file: move it away")
 
 
-def replace_file(path: str | os.PathLike[str], data: bytes | str) -> None:
+def replace_file(path: str | os.PathLike[str], data: bytes | memoryview | str) -> None:
     """Write a file in one piece.
 
     Args:

@@ -26,6 +26,7 @@ MAX_JSON_BYTES = 1 << 24
 MAX_JSON_VALUES = 1 << 19
 """Largest number of objects and lists in one file."""
 MAX_JSON_DEPTH = 64
+_BLOCK_BYTES = 1 << 20
 _KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text"}
 _KINDS |= {dict: "an object", list: "a list"}
 
@@ -145,18 +146,62 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ValueError: It is no plain file; the message names it.
         OSError: It is missing or cannot be read.
     """
+    for position, line in read_byte_lines(path):
+        if (value := parse_line(line)) is not None:
+            yield position, value
+
+
+def read_byte_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the whole lines of a file, each with the byte position after it; see `read_lines`."""
     position = 0
     with name_file(path):
         file = _open(path)
     with file:
         while line := file.readline(MAX_JSON_BYTES):
             position += len(line)
-            try:
-                value = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError):
+            if line.endswith(b"\n"):
+                yield position, line
+
+
+def read_byte_lines_backwards(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the whole lines of a file from the last on, each with the byte position after it.
+
+    Args:
+        path: File; lines that are cut are passed over.
+
+    Raises:
+        ValueError: It is no plain file; the message names it.
+        OSError: It is missing or cannot be read.
+    """
+    with name_file(path):
+        file = _open(path)
+    with file:
+        begin = file.seek(0, os.SEEK_END)
+        size, rest = _BLOCK_BYTES, b""
+        while begin:
+            begin -= (length := min(begin, size))
+            file.seek(begin)
+            block = file.read(length) + rest
+            # What stands before the first end of a line is read on in the next block.
+            start = block.find(b"\n") + 1 if begin else 0
+            if begin and not start:
+                size, rest = 2 * size, block
                 continue
-            if isinstance(value, dict):
-                yield position, value
+            rest = block[:start]
+            *lines, cut = block[start:].split(b"\n")
+            end = begin + len(block) - len(cut)
+            for line in reversed(lines):
+                yield end, line + b"\n"
+                end -= len(line) + 1
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line; None where there is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _open(path: pathlib.Path) -> BinaryIO:

@@ -18,7 +18,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.history import RouterLoadRecorder, load_metrics
-from jaxmoe.tracking.jsonl import JsonlTracker, read_metrics
+from jaxmoe.tracking.jsonl import JsonlTracker, read_last_metrics
 from jaxmoe.tracking.load_map import LOAD_IMAGE_CAPTION, LOAD_IMAGE_RECORDS, load_image
 from jaxmoe.tracking.terminal import Console, LiveTracker, SilentConsole, open_console
 from jaxmoe.tracking.tracker import (
@@ -181,8 +181,7 @@ class Reporter:
             self._files = CompositeTracker(record, *trackers)
             self._loads = RouterLoadRecorder(directory.router_file, first_step)
             if first_step:
-                recorded = read_metrics(directory.metrics_file)
-                self.last = {name: float(values[-1]) for name, (_, values) in recorded.items()}
+                self.last = read_last_metrics(directory.metrics_file)
         self._trained_seconds = self.last.get(TRAINED_SECONDS, 0.0)
         self._is_closed = False
         self._first_step = first_step

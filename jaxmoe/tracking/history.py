@@ -40,49 +40,60 @@ class HistoryRecorder:
         self._path = pathlib.Path(path)
         self._guard = DiskGuard(path)
         self._steps: list[int] = []
-        self._rows: list[dict[str, np.ndarray]] = []
+        self._series: dict[str, np.ndarray] = {}  # [MAX_RECORDS + 1 ...], in float32
+        self._is_saved = True
         if resume_step > 0 and self._path.exists():
             steps, series = read_history(self._path)
             for index in np.flatnonzero(steps <= resume_step):
-                self._steps.append(int(steps[index]))
-                self._rows.append({name: values[index] for name, values in series.items()})
+                self.add(int(steps[index]), {name: rows[index] for name, rows in series.items()})
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add a record, kept in float32; other names than before begin the history anew.
+        """Add a record, kept in float32; other names or shapes than before begin it anew.
 
         Args:
             step: Optimiser steps done.
             values: Arrays by name.
         """
         row = {name: np.asarray(value, np.float32) for name, value in values.items()}
-        if self._rows and set(self._rows[-1]) != set(row):
-            self._steps, self._rows = [], []  # a resumed run that measures something else
+        if {name: rows.shape[1:] for name, rows in self._series.items()} != {
+            name: value.shape for name, value in row.items()
+        }:
+            self._steps = []  # a new run, or one that is resumed and measures something else
+            # Pages of memory come with the rows that are written.
+            self._series = {
+                name: np.empty((MAX_RECORDS + 1, *value.shape), np.float32)
+                for name, value in row.items()
+            }
+        for name, value in row.items():
+            self._series[name][len(self._steps)] = value
         self._steps.append(int(step))
-        self._rows.append(row)
         if len(self._steps) > MAX_RECORDS:
             self._steps = self._steps[::2]
-            self._rows = self._rows[::2]
+            for series in self._series.values():
+                series[: len(self._steps)] = series[::2].copy()
+        self._is_saved = False
 
     def sample(self, number: int) -> History:
         """Return at most `number` of the records, evenly spaced, the newest included."""
         count = len(self._steps)
         chosen = np.unique(np.linspace(count - 1, 0, min(count, number)).round().astype(int))
-        series = {
-            name: np.stack([self._rows[index][name] for index in chosen])
-            for name in (self._rows[0] if self._rows else ())
-        }
+        series = {name: rows[chosen] for name, rows in self._series.items()}
         return np.array(self._steps, np.int64)[chosen], series
 
     def save(self) -> None:
-        """Replace the file; an error of the disk is a warning."""
-        if not self._rows:
+        """Replace the file; an error of the disk is a warning.
+
+        The arrays are not compressed, which would keep the steps waiting for a tenth of the bytes.
+        """
+        if self._is_saved:
             return
-        arrays: dict[str, Any] = {"steps": np.array(self._steps)}
-        arrays |= {name: np.stack([row[name] for row in self._rows]) for name in self._rows[0]}
+        count = len(self._steps)
+        series = {name: rows[:count] for name, rows in self._series.items()}
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)
+        np.savez(buffer, allow_pickle=False, steps=np.array(self._steps), **series)
         with self._guard.warning_once():
-            replace_file(self._path, buffer.getvalue())
+            replace_file(self._path, buffer.getbuffer())
+            self._is_saved = True
 
 
 def read_history(path: str | os.PathLike[str]) -> History:

@@ -29,7 +29,7 @@ import numpy as np
 from jaxmoe.disk import replace_file
 from jaxmoe.optional import require
 from jaxmoe.tracking.history import read_router_load
-from jaxmoe.tracking.jsonl import read_metrics
+from jaxmoe.tracking.jsonl import CURVE_LINES, read_metrics
 from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
 from jaxmoe.tracking.smoothing import bin_means, smooth
 from jaxmoe.tracking.tracker import (
@@ -76,7 +76,7 @@ def plot_run(
         OSError: If a file cannot be written.
     """
     directory = pathlib.Path(directory)
-    series = read_metrics(metrics_file)
+    series = read_metrics(metrics_file, max_lines=CURVE_LINES)
     written = []
     if LOSS in series:
         written.append(directory / "loss.png")

@@ -15,7 +15,7 @@ from jaxmoe.configs import from_json
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
-from jaxmoe.tracking.jsonl import Series, read_metrics
+from jaxmoe.tracking.jsonl import CURVE_LINES, Series, read_last_metrics, read_metrics
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
@@ -37,7 +37,7 @@ class RecordedRun:
     summary: Mapping[str, Any]
     """Content of summary.json; the latest metrics while the run has not ended."""
     series: Series
-    """Logged metrics."""
+    """Logged metrics; of a long run every loss, and of the others some thousand steps."""
     notes: tuple[str, ...]
     """Remarks for the reader: the run has not ended, or lacks some records."""
 
@@ -79,7 +79,7 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
         )
     config = directory.config_json()
     try:
-        series = read_metrics(directory.metrics_file)
+        series = read_metrics(directory.metrics_file, max_lines=CURVE_LINES)
     except FileNotFoundError:
         series = {}
     if LOSS not in series:
@@ -90,7 +90,7 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
     if summary is None or summary.get("steps", 0) < steps:
         planned = config.get("training", {}).get("steps", "?")
         notes.append(f"{path} has not ended: step {steps} of {planned}, numbers so far")
-        summary = {**(summary or {}), **_so_far(series, steps)}
+        summary = {**(summary or {}), **_so_far(directory, steps)}
     elif summary.get("status") != "done":
         notes.append(f"{path} ended early: {summary.get('status')} at step {summary.get('steps')}")
     for name, what in ((TRAINED_TOKENS, "tokens"), (TRAINED_SECONDS, "times")):
@@ -101,20 +101,17 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
     )
 
 
-def _so_far(series: Series, steps: int) -> dict[str, Any]:
+def _so_far(directory: RunDirectory, steps: int) -> dict[str, Any]:
     """Return the summary of a run that has not ended."""
-
-    def last(name: str) -> float | None:
-        return float(series[name][1][-1]) if name in series else None
-
+    last = read_last_metrics(directory.metrics_file)
     return {
         "status": "unfinished",
         "steps": steps,
-        "tokens": last(TRAINED_TOKENS),
-        "trained_seconds": last(TRAINED_SECONDS),
-        "final_loss": last(LOSS),
-        "eval_bits_per_byte": last(BITS_PER_BYTE),
-        "eval_bits_per_token": last(BITS_PER_TOKEN),
-        "router_max_violation": last(MAX_VIOLATION),
-        "router_dropped_fraction": last(DROPPED_FRACTION),
+        "tokens": last.get(TRAINED_TOKENS),
+        "trained_seconds": last.get(TRAINED_SECONDS),
+        "final_loss": last.get(LOSS),
+        "eval_bits_per_byte": last.get(BITS_PER_BYTE),
+        "eval_bits_per_token": last.get(BITS_PER_TOKEN),
+        "router_max_violation": last.get(MAX_VIOLATION),
+        "router_dropped_fraction": last.get(DROPPED_FRACTION),
     }

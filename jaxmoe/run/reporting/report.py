@@ -15,7 +15,7 @@ from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_of_report
 from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.history import read_router_load
-from jaxmoe.tracking.jsonl import read_metrics
+from jaxmoe.tracking.jsonl import CURVE_LINES, read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
 from sharding import axes as ax
@@ -43,7 +43,7 @@ def write_run_report(
     """
     has_loads = directory.router_file.exists()
     stages = (summary.get("mesh") or {}).get(ax.STAGE, 1)
-    metrics = read_metrics(directory.metrics_file)
+    metrics = read_metrics(directory.metrics_file, max_lines=CURVE_LINES)
     rewards = directory.plots_directory / "rewards.png"
     sections = [
         pkgutil.resolve_name(section)(directory, metrics)

@@ -114,6 +114,16 @@ def test_smoothing_keeps_lines_and_leaves_out_nan():
     np.testing.assert_allclose(smooth(np.array([1.0])), [1.0])
 
 
+def test_smoothing_is_a_mean_over_a_fiftieth_of_the_run():
+    values = np.random.default_rng(0).normal(size=1001)
+    values[[5, 500, 501]] = np.nan
+    half = len(values) // 100
+    wanted = [
+        np.nanmean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))
+    ]
+    np.testing.assert_allclose(smooth(values), wanted, rtol=0, atol=1e-12)
+
+
 def test_the_report_is_one_page_by_itself(tmp_path):
     picture = tmp_path / "router_load.png"
     picture.write_bytes(b"\x89PNG picture")

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 
+from jaxmoe import json_bounds
 from jaxmoe.disk import replace_file
 from jaxmoe.tracking import (
     BITS_PER_BYTE,
@@ -30,11 +31,13 @@ from jaxmoe.tracking import (
     RouterLoadRecorder,
     TensorBoardTracker,
     history,
+    jsonl,
     read_metrics,
     read_router_load,
 )
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration
 from jaxmoe.tracking.history import load_metrics
+from jaxmoe.tracking.jsonl import read_last_metrics
 from jaxmoe.tracking.load_map import load_image
 
 
@@ -111,6 +114,59 @@ def test_jsonl_resumes_at_the_restored_step(tmp_path, resume_step, cut):
     assert steps.tolist() == [*range(1, kept + 1), resume_step + 1]
     assert values.tolist() == [*(1.0 / step for step in range(1, kept + 1)), 7.0]
     assert len(path.read_text().splitlines()) == 2 * kept + 1
+
+
+def _long_run(path, steps):
+    """Write a run with evaluations, texts and a number in each tenth line."""
+    tracker = JsonlTracker(path)
+    for step in range(1, steps + 1):
+        values = {LOSS: 1.0 / step, "train/grad_norm": float(step)}
+        tracker.log(step, values | ({"perf/speed": 2.0 * step} if step % 10 == 0 else {}))
+        if step % 100 == 0:
+            tracker.log(step, {"eval/loss": 3.0 / step})
+            tracker.log_text(step, "sample", "x")
+    tracker.close()
+
+
+def test_curves_have_every_loss_and_evaluation_and_a_sample_of_the_rest(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    _long_run(path, 3000)
+    whole, curves = read_metrics(path), read_metrics(path, max_lines=100)
+    for name in (LOSS, "eval/loss"):
+        np.testing.assert_array_equal(curves[name], whole[name])
+    steps, norms = curves["train/grad_norm"]
+    np.testing.assert_array_equal(steps, norms)
+    assert 60 <= len(steps) <= 150
+    assert np.ptp(np.diff(steps)) == 0  # evenly spread
+    steps, speeds = curves["perf/speed"]
+    assert len(steps) >= 5 and (speeds == 2.0 * steps).all()
+    everything = read_metrics(path, max_lines=10_000)
+    assert all(np.array_equal(everything[name], whole[name]) for name in whole)
+
+
+def test_the_last_numbers_are_those_of_the_whole_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    _long_run(path, 990)
+    monkeypatch.setattr(jsonl, "_LAST_LINES", 20)
+    whole = {name: values[-1] for name, (_, values) in read_metrics(path).items()}
+    assert read_last_metrics(path) == whole
+    assert whole["eval/loss"] == 3.0 / 900
+
+
+@pytest.mark.parametrize("block", [7, 64, 1 << 20])
+def test_a_resumed_run_is_found_from_the_end_of_the_file(tmp_path, monkeypatch, block):
+    path = tmp_path / "metrics.jsonl"
+    _long_run(path, 120)
+    monkeypatch.setattr(json_bounds, "_BLOCK_BYTES", block)
+    forwards = list(json_bounds.read_byte_lines(path))
+    assert list(json_bounds.read_byte_lines_backwards(path)) == forwards[::-1]
+    with path.open("ab") as file:
+        file.write(b'{"step": 130, "tr')
+    assert list(json_bounds.read_byte_lines_backwards(path)) == forwards[::-1]
+    for step in (1, 99, 100, 119, 500):
+        wanted = max(end for end, line in forwards if json.loads(line)["step"] <= step)
+        assert jsonl._end_of(path, step) == wanted
+    assert jsonl._end_of(path, 0) == 0
 
 
 def test_jsonl_values_are_read_back_bitwise(tmp_path):
@@ -367,6 +423,7 @@ def test_router_load_survives_a_full_disk_and_a_damaged_file(tmp_path, monkeypat
     before = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
+        recorder.record(2, np.ones((1, 2)))
         recorder.save()
         recorder.save()
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["router.npz"]
