@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import Array, Key
 
 from jaxmoe.data import Batch, Loader, Source, SourceKind, check_hosts, evaluation_batches
 from jaxmoe.data.mixture import tasks_of
@@ -27,7 +28,7 @@ from jaxmoe.training.accumulation import accumulation_of
 from jaxmoe.training.feed import Feed, LoaderFeed
 from jaxmoe.training.parts.update import Update
 from jaxmoe.training.replicas import OneWorker
-from jaxmoe.training.state import TrainState, init_state
+from jaxmoe.training.state import TrainState, initializer
 from jaxmoe.training.step import Step
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import make_mesh
@@ -120,23 +121,25 @@ class Assembly:
 
     def new_world(self) -> TrainState:
         """Return the state before the first step, without workers."""
-        key = jax.random.key(self.plan.config.training.seed)
-        state = init_state(
-            self.plan.model,
-            self.plan.optimizer,
-            key,
-            execution=self.execution,
-            parameterization=self.plan.parameterization,
-            mesh=self.mesh,
-            gradients=self.plan.config.training.gradients,
-            parts=self.plan.config.step_parts,
-        )
+        state = self._initializer(jax.random.key(self.plan.config.training.seed))
         precision = self.execution.precision
         rules = self.execution.axis_rules
         if precision.weights == "floating":
             return state
         rounded = quantized_params(self.plan.table, state.params, precision, rules, self.mesh)
         return dataclasses.replace(state, params=rounded)
+
+    @functools.cached_property
+    def _initializer(self) -> Callable[[Key[Array, ""]], TrainState]:
+        return initializer(
+            self.plan.model,
+            self.plan.optimizer,
+            execution=self.execution,
+            parameterization=self.plan.parameterization,
+            mesh=self.mesh,
+            gradients=self.plan.config.training.gradients,
+            parts=self.plan.config.step_parts,
+        )
 
     def state_shapes(self) -> TrainState:
         """Return shapes and shardings of `new_state`, of which nothing is computed."""

@@ -9,7 +9,7 @@ Initial values depend on the seed and on each parameter's path, not on the mesh.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -133,8 +133,30 @@ def init_params(
         )
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError("init_params needs a typed key: jax.random.key(seed), not PRNGKey(seed)")
-    table = parameter_table(model, parameterization, rules)
+    if mesh is not None and not is_our_mesh(mesh.axis_names):
+        raise ValueError(
+            f"init_params lays parameters out on a mesh of sharding.make_mesh (axes"
+            f" {', '.join(MESH_AXES)}), not on axes {', '.join(mesh.axis_names)}: leave mesh out"
+            " and place the parameters with jax.device_put"
+        )
+    draw = _draw(model, parameterization, mesh, rules, dtype, frozenset(on_host))
+    if mesh is None:
+        with without_mesh():
+            return draw(key)
+    return draw(key)
 
+
+@functools.lru_cache(maxsize=16)
+def _draw(
+    model: ModelConfig,
+    parameterization: Parameterization | None,
+    mesh: Mesh | None,
+    rules: LogicalAxisRules,
+    dtype: Any,
+    on_host: frozenset[str],
+) -> Callable[[Array], dict[str, Any]]:
+    """Return the compiled function from a key to parameters, kept for the next call."""
+    table = parameter_table(model, parameterization, rules)
     is_whole = mesh is None or mesh.size == 1
 
     def build(key: Array) -> dict[str, Any]:
@@ -143,21 +165,14 @@ def init_params(
         return params | away
 
     if mesh is None:
-        with without_mesh():
-            return jax.jit(build)(key)
-    if not is_our_mesh(mesh.axis_names):
-        raise ValueError(
-            f"init_params lays parameters out on a mesh of sharding.make_mesh (axes"
-            f" {', '.join(MESH_AXES)}), not on axes {', '.join(mesh.axis_names)}: leave mesh out"
-            " and place the parameters with jax.device_put"
-        )
+        return jax.jit(build)
     table.check_divides(rules, dict(mesh.shape))
     shardings = named_shardings(table.tree(lambda row: row.spec), mesh)
     for name in on_host:
         shardings[name] = jax.tree.map(
             lambda leaf_sharding: leaf_sharding.with_memory_kind("pinned_host"), shardings[name]
         )
-    return jax.jit(build, out_shardings=shardings)(key)
+    return jax.jit(build, out_shardings=shardings)
 
 
 def lay_out(model: ModelConfig, params: Any, *, rules: LogicalAxisRules) -> Any:

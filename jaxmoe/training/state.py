@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -85,25 +85,54 @@ def init_state(
         gradients: How a step gets its gradient, which may have a state; backpropagation when None.
         parts: Parts of the step beside those that the model brings.
     """
-    execution = execution or ExecutionConfig()
-    params = init_params(
+    return initializer(
         model,
-        jax.random.fold_in(key, 0),
+        optimizer,
+        execution=execution,
         parameterization=parameterization,
         mesh=mesh,
-        rules=execution.axis_rules,
-        dtype=execution.precision.parameter_dtype,
-        on_host=layers_on_host(model, execution),
-    )
+        gradients=gradients,
+        parts=parts,
+    )(key)
 
-    def rest(params: Any) -> TrainState:
-        arguments = (execution, params, key, gradients, parts)
-        return state_around(model, optimizer, *arguments)
 
-    if mesh is None:
-        return jax.jit(rest)(params)
-    with jax.set_mesh(mesh):
-        return jax.jit(rest)(params)
+def initializer(
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    execution: ExecutionConfig | None = None,
+    parameterization: Parameterization | None = None,
+    mesh: Mesh | None = None,
+    gradients: Gradients | None = None,
+    parts: Sequence[StepPart] = (),
+) -> Callable[[Key[Array, ""]], TrainState]:
+    """Return the function from a key to the state before the first step, compiled once.
+
+    Args:
+        model: As for `init_state`, and so are the others.
+    """
+    execution = execution or ExecutionConfig()
+
+    @jax.jit
+    def rest(params: Any, key: Key[Array, ""]) -> TrainState:
+        return state_around(model, optimizer, execution, params, key, gradients, parts)
+
+    def begin(key: Key[Array, ""]) -> TrainState:
+        params = init_params(
+            model,
+            jax.random.fold_in(key, 0),
+            parameterization=parameterization,
+            mesh=mesh,
+            rules=execution.axis_rules,
+            dtype=execution.precision.parameter_dtype,
+            on_host=layers_on_host(model, execution),
+        )
+        if mesh is None:
+            return rest(params, key)
+        with jax.set_mesh(mesh):
+            return rest(params, key)
+
+    return begin
 
 
 def state_around(
