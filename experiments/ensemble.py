@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates runs on parts of the data as an ensemble, routed by the partition of the data.
 
-    python -m experiments.pretrain languages --data.partition 1/2 --run.name part1
-    python -m experiments.pretrain languages --data.partition 2/2 --run.name part2
+    python -m experiments.pretrain languages --data.partition.part 1/2 --run.name part1
+    python -m experiments.pretrain languages --data.partition.part 2/2 --run.name part2
     python -m experiments.ensemble --runs runs/pretrain/part1 runs/pretrain/part2
 
 Each run was trained alone, on documents of its part. Every token is predicted by the members whose
@@ -54,7 +54,7 @@ class EnsembleConfig:
     """Members of an ensemble, and how they are mixed."""
 
     runs: tuple[str, ...] = ()
-    """Run directories of the members, trained with data.partition 1/4, 2/4 and so on."""
+    """Run directories of the members, trained with data.partition.part 1/4, 2/4 and so on."""
     top: int = 2
     """Members that are used per token, the likeliest by the text before it."""
     temperature: float | None = None

@@ -248,10 +248,10 @@ def _name_of(choice: FieldChoice, word: str, where: str) -> str:
     if name in choice.members or (choice.is_optional and name == "none"):
         return name
     names = ", ".join(choice.members)
-    if len(choice.members) == 1 and choice.is_optional:  # a group that is off by default
-        (cls,) = choice.members.values()
+    if len(choice.members) == 1 and choice.is_optional and not closest(name, choice.members):
+        (cls,) = choice.members.values()  # off by default
         flags = [f"--{choice.path}.{field}" for field in field_types(cls)]
-        if registry_name(cls) is None:
+        if flags:
             raise ValueError(
                 f"{where} is a group of flags: did you mean {flags[0]} {word}?\n"
                 f"flags: {', '.join(flags)}"

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.source import Row, Split
-from jaxmoe.data.subset import PartitionedConfig, Subset, subset_of
+from jaxmoe.data.subset import PartitionedConfig, Subset
 from jaxmoe.data.tokenizer import BytesConfig, TokenizerConfig
 from pallas_kernels.array_types import Int, Shaped
 
@@ -64,7 +64,7 @@ class CorpusConfig(PartitionedConfig):
             documents["validation" if held_out else "train"].append(document)
         if self.partition is not None:
             train = documents["train"]
-            partition, numbers = subset_of(self.partition).of_documents(
+            partition, numbers = self.partition.of_documents(
                 lambda n: np.frombuffer(train[n], np.uint8), len(train)
             )
             documents["train"] = [train[number] for number in numbers]

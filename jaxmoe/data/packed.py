@@ -25,7 +25,7 @@ from jaxmoe.data.reading.collection import Collection
 from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import Row, Split
 from jaxmoe.data.store import DocumentSet, Store
-from jaxmoe.data.subset import Subset, subset_of
+from jaxmoe.data.subset import Subset
 from jaxmoe.data.text_only import encode_document
 from jaxmoe.data.tokenizer import Tokenizer
 from pallas_kernels.array_types import Int, Shaped
@@ -90,7 +90,7 @@ def build_sources(
         partition = None
         if config.partition is not None:
             train = documents["train"]
-            partition, numbers = subset_of(config.partition).of_documents(
+            partition, numbers = config.partition.of_documents(
                 train.document, len(train.lengths), file=store.directory / f"parts-{fraction}"
             )
             documents["train"] = train.members(numbers)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Socket `Subset`: a part of the training documents, which a source reads in place of all.
 
-    subset_of("3/8")                     the config of what `data.partition` says
     of_documents(document, number)       a subset of so many documents, and its members
     of_rows(draw), then rows(draw)       a subset of an unlimited source, whose rows are documents
 
@@ -14,8 +13,8 @@ that of the source.
 another would see rows, in which documents are packed side by side or joined end to end.
 
 To let another source read a subset: its config inherits `PartitionedConfig`, its `build` asks
-`subset_of`, and the source has the attribute `partition`. To add a kind of subset: a config derived
-from `SubsetConfig`, and its row under `subset` in `jaxmoe/catalog/runs.py`.
+its `partition`, and the source has that attribute as well. To add a kind of subset: a config
+derived from `SubsetConfig`, and its row under `subset` in `jaxmoe/catalog/runs.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxmoe.catalog import choice
 from jaxmoe.data.source import SourceKind
 from pallas_kernels.array_types import Int, Shaped
 
@@ -86,18 +84,6 @@ class SubsetConfig(abc.ABC):
     name: ClassVar[str]
     """Name in the catalogue."""
 
-    @classmethod
-    @abc.abstractmethod
-    def parse(cls, text: str) -> SubsetConfig:
-        """Return the config that a text describes.
-
-        Args:
-            text: Value of `data.partition`.
-
-        Raises:
-            ValueError: The text describes none; it says what to write.
-        """
-
     @abc.abstractmethod
     def of_documents(
         self, document: Document, num_documents: int, *, file: pathlib.Path | None = None
@@ -125,30 +111,10 @@ class SubsetConfig(abc.ABC):
         """
 
 
-def subset_of(text: str) -> SubsetConfig:
-    """Return the config of a subset.
-
-    Args:
-        text: Value of `data.partition`, such as `3/8`, the third of eight clusters.
-
-    Raises:
-        ValueError: There is no such subset.
-    """
-    return choice("subset", "clusters").parse(text)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionedConfig(SourceKind):
     """Field of all sources that can read a part of their documents."""
 
-    partition: str | None = None
-    """Part of the training documents to train on, such as 3/8: the third of eight clusters of
-    similar documents. Held-out documents stay whole. All of them when None."""
-
-    def __post_init__(self):
-        self.check_partition()
-
-    def check_partition(self) -> None:
-        """Raise a ValueError for a part that does not exist."""
-        if self.partition is not None:
-            subset_of(self.partition)
+    partition: SubsetConfig | None = None
+    """Part of the training documents to train on; None for all of them. Held-out documents stay
+    whole."""

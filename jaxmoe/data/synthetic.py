@@ -42,7 +42,7 @@ import numpy as np
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.order import frozen_generator
 from jaxmoe.data.source import Row, SourceKind, Split
-from jaxmoe.data.subset import PartitionedConfig, RowNumbers, Subset, subset_of
+from jaxmoe.data.subset import PartitionedConfig, RowNumbers, Subset, SubsetConfig
 from pallas_kernels.array_types import Float, Int, Shaped
 
 _FLOOR = 0.01
@@ -96,7 +96,6 @@ class LanguageMixtureConfig(PartitionedConfig):
     def __post_init__(self):
         if self.num_languages < 1:
             raise ValueError(f"num_languages={self.num_languages} must be at least 1")
-        self.check_partition()
         _check_chain(self, self.symbols_per_language, "symbols_per_language")
 
     def build(self, seed: int = 0) -> SyntheticSource:
@@ -106,7 +105,7 @@ class LanguageMixtureConfig(PartitionedConfig):
             for language in range(self.num_languages)
         )
         source = SyntheticSource(config=self, seed=seed, chains=chains)
-        return source if self.partition is None else source.of_part(self.partition)
+        return source if self.partition is None else source.of_subset(self.partition)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -198,16 +197,16 @@ class SyntheticSource:
         seed = self.seed if split == "train" else 0
         return Row(self._draw(split, seed, index, sequence_length))
 
-    def of_part(self, part: str) -> SyntheticSource:
-        """Return the source whose training rows are those of one part.
+    def of_subset(self, subset: SubsetConfig) -> SyntheticSource:
+        """Return the source whose training rows are those of a subset.
 
         Args:
-            part: Part of the rows, such as 3/8; the same rows define the parts for every seed.
+            subset: Subset of the rows; the same rows define it for every seed.
 
         Raises:
-            DataError: There are fewer different rows than parts.
+            DataError: There are too few different rows.
         """
-        partition = subset_of(part).of_rows(functools.partial(self._draw, "train", 0))
+        partition = subset.of_rows(functools.partial(self._draw, "train", 0))
         rows = partition.rows(functools.partial(self._draw, "train", self.seed))
         return dataclasses.replace(self, partition=partition, part_rows=rows)
 

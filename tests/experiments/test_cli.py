@@ -232,6 +232,10 @@ def test_a_value_for_a_group_that_is_off_is_answered_with_its_first_flag(capsys)
     said = "--checkpoint.initial is a group of flags: did you mean --checkpoint.initial.path"
     assert f"{said} runs/base?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        parts("--data.partition", "3/8")
+    said = "--data.partition is a group of flags: did you mean --data.partition.part 3/8?"
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         parts("--checkpoint.initial.step", "8")
     assert "checkpoint.initial.path is missing" in capsys.readouterr().err
 

@@ -16,19 +16,20 @@ from experiments.doctor.devices import tiny_config
 from jaxmoe.contrib.ensembles.clusters import Clusters
 from jaxmoe.contrib.ensembles.evaluate import evaluate_ensemble
 from jaxmoe.contrib.ensembles.members import checked_partition, open_members
+from jaxmoe.contrib.ensembles.partition import ClusterPartConfig
 from jaxmoe.data import LanguageMixtureConfig, MarkovConfig
 from jaxmoe.run import Run
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
 from tests.support.runs import SMALL
 
-LANGUAGES = LanguageMixtureConfig(num_languages=3, partition="1/3")
+LANGUAGES = LanguageMixtureConfig(num_languages=3, partition=ClusterPartConfig(part="1/3"))
 STEPS = 40
 
 
 def member_flags(directory, part, steps=STEPS):
     chosen = ("languages", *SMALL[1:], "--run.directory", str(directory))
-    data = ("--data.num_languages", "3", "--data.partition", part, "--evaluation.batches", "8")
+    data = ("--data.num_languages", "3", "--data.partition.part", part, "--evaluation.batches", "8")
     return [*chosen, *data, "--training.steps", str(steps), "--model.vocab_size", "24"]
 
 
@@ -116,14 +117,13 @@ def test_runs_that_are_no_members_are_refused(tmp_path, monkeypatch, capsys):
     plain = untrained("plain", config_of(dataclasses.replace(LANGUAGES, partition=None)))
     markov = untrained("markov", config_of(MarkovConfig()))
     one = untrained("one", config_of(LANGUAGES))
-    other = dataclasses.replace(LANGUAGES, partition="2/3")
+    other = dataclasses.replace(LANGUAGES, partition=ClusterPartConfig(part="2/3"))
     length = config_of(other).training.sequence_length
     longer = untrained("longer", config_of(other, 2 * length))
     for name, kind in ((plain, "language_mixture"), (markov, "markov")):
         assert refusal(capsys, "--runs", one, name) == (
-            f"error: {name} was trained on all of its data (data:{kind} without data.partition),"
-            " and has no part to be routed by: train each member with --data.partition 1/4 and so"
-            " on\n"
+            f"error: {name} was trained on all of its data (data:{kind}), and has no part to be"
+            " routed by: train each member with --data.partition.part 1/4 and so on\n"
         )
     assert refusal(capsys, "--runs", one, longer) == (
         f"error: longer has training.sequence_length={2 * length}, and one {length}: an ensemble"
@@ -140,21 +140,23 @@ def test_members_share_vocabulary_data_and_centroids(tmp_path):
     first = assemble(config_of(LANGUAGES))
     for changed, message in (
         (
-            {"num_languages": 2, "partition": "1/2"},
+            {"num_languages": 2, "partition": ClusterPartConfig(part="1/2")},
             "b has a vocabulary of 16 ids, and a of 24: an ensemble needs one tokenizer",
         ),
         (
             {"language_seed": 1},
             "the runs were trained on other data:\n  language_seed: 0 in a, 1 in b\n  sha256: ",
         ),
-        ({"partition": "1/2"}, "b is part 1 of 2 with centroids "),
+        ({"partition": ClusterPartConfig(part="1/2")}, "b is part 1 of 2 with centroids "),
     ):
         other = assemble(config_of(dataclasses.replace(LANGUAGES, **changed)))
         with pytest.raises(ValueError) as refused:
             checked_partition("b", other, "a", first)
         assert str(refused.value).startswith(message)
     assert str(refused.value).endswith(": the members of an ensemble share one partition")
-    second = assemble(config_of(dataclasses.replace(LANGUAGES, partition="2/3")))
+    second = assemble(
+        config_of(dataclasses.replace(LANGUAGES, partition=ClusterPartConfig(part="2/3")))
+    )
     assert str(checked_partition("b", second, "a", first)) == "2/3"
 
 

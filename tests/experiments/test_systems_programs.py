@@ -223,7 +223,7 @@ GROUPS = {
     ),
     "snapshots": Group(shown_commands.snapshots, ("--snapshots.every 10",)),
     "saves": Group(shown_commands.saves, ("--checkpoint.capture blocking",)),
-    "rows": Group(shown_commands.rows, ("--data.partition 1/4",)),
+    "rows": Group(shown_commands.rows, ("--data.partition.part 1/4",)),
 }
 
 

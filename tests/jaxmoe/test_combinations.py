@@ -148,7 +148,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (
         {
             "data": choice("data", "mixture")(),
-            "data.partition": "1/4",
+            "data.partition": choice("subset", "clusters")(part="1/4"),
         },
         {"data.partition": None},
     ),

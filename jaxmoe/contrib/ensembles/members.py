@@ -119,9 +119,8 @@ def _check_config(
     """
     if getattr(config.data, "partition", None) is None:
         raise ValueError(
-            f"{path} was trained on all of its data (data:{config.data.name} without"
-            " data.partition), and has no part to be routed by: train each member with"
-            " --data.partition 1/4 and so on"
+            f"{path} was trained on all of its data (data:{config.data.name}), and has no part to"
+            " be routed by: train each member with --data.partition.part 1/4 and so on"
         )
     if not config.model.attention.is_causal:
         raise ValueError(

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains on one part of the documents: `--data.partition 3/8` is the third of eight.
+"""Trains on one part of the documents: `--data.partition.part 3/8` is the third of eight.
 
 The training documents are clustered (`clusters.py`), and a run reads those of one cluster; the
 parts are disjoint and together everything. Runs on all parts are an ensemble:
@@ -78,16 +78,22 @@ class ClusterPartConfig(SubsetConfig):
 
     name: ClassVar[str] = "clusters"
 
-    part: int = 0
-    """Number of the part, from 0."""
-    num_parts: int = 1
-    """Number of parts."""
+    part: str = "1/1"
+    """Part, from 1, and number of parts, such as 3/8: the third of eight clusters of similar
+    documents."""
 
-    @classmethod
-    def parse(cls, text: str) -> ClusterPartConfig:
-        """Return the config of PART/PARTS; see the base class."""
-        part, num_parts = parse_part(text)
-        return cls(part=part, num_parts=num_parts)
+    def __post_init__(self):
+        parse_part(self.part)
+
+    @property
+    def number(self) -> int:
+        """Number of the part, from 0."""
+        return parse_part(self.part)[0]
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return parse_part(self.part)[1]
 
     def of_documents(
         self, document: Document, num_documents: int, *, file: pathlib.Path | None = None
@@ -102,13 +108,13 @@ class ClusterPartConfig(SubsetConfig):
             _write(file, clusters, parts)
         else:
             clusters, parts = cached
-        return Partition(part=self.part, clusters=clusters), np.flatnonzero(parts == self.part)
+        return Partition(part=self.number, clusters=clusters), np.flatnonzero(parts == self.number)
 
     def of_rows(self, draw: DrawRow) -> Partition:
         """Return the part of an unlimited source, fitted on its first rows."""
         rows = [draw(number, _FITTED_TOKENS) for number in range(_FITTED_ROWS)]
         clusters = fit_documents(rows.__getitem__, len(rows), self.num_parts)
-        return Partition(part=self.part, clusters=clusters)
+        return Partition(part=self.number, clusters=clusters)
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -120,15 +126,17 @@ def parse_part(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None:
         raise ValueError(
-            f"data.partition={text!r} must be PART/PARTS: 3/8 is the third of eight parts"
+            f"data.partition.part={text!r} must be PART/PARTS: 3/8 is the third of eight parts"
         )
     part = int(match[1])
     num_parts = int(match[2])
     if num_parts < 1:
-        raise ValueError(f"data.partition={text} has no parts: 3/8 is the third of eight parts")
+        raise ValueError(
+            f"data.partition.part={text} has no parts: 3/8 is the third of eight parts"
+        )
     if not 1 <= part <= num_parts:
         raise ValueError(
-            f"data.partition={text}: there is no part {part} of {num_parts}: choose from"
+            f"data.partition.part={text}: there is no part {part} of {num_parts}: choose from"
             f" 1/{num_parts} to {num_parts}/{num_parts}"
         )
     return part - 1, num_parts
@@ -173,7 +181,7 @@ class PartRows(RowNumbers):
         first = self._drawn.get(sequence_length, 0)
         if first - latest > _MOST_MISSES:
             raise DataError(
-                f"data.partition={self._partition}: none of {_MOST_MISSES} rows of"
+                f"data.partition.part={self._partition}: none of {_MOST_MISSES} rows of"
                 f" sequence_length={sequence_length} belongs to this part: ask for fewer parts, or"
                 " longer rows"
             )

@@ -38,7 +38,6 @@ class ReadingConfig(PartitionedConfig):
     """Directory of cached tokens; $XDG_CACHE_HOME/jaxmoe/data (~/.cache/...) when None."""
 
     def __post_init__(self):
-        self.check_partition()
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1"

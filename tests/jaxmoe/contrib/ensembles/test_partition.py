@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.ensembles import partition as partitions
-from jaxmoe.contrib.ensembles.partition import PartRows, parse_part
+from jaxmoe.contrib.ensembles.partition import ClusterPartConfig, PartRows, parse_part
 from jaxmoe.data import (
     DataError,
     FilesConfig,
@@ -56,7 +56,8 @@ def languages_of(text):
 @pytest.mark.parametrize("packing", ["best_fit", "concatenate"])
 def test_parts_of_files_are_disjoint_and_together_everything(packing):
     whole = files(packing=packing)
-    parts = [files(packing=packing, partition=f"{part}/3") for part in (1, 2, 3)]
+    subsets = [ClusterPartConfig(part=f"{part}/3") for part in (1, 2, 3)]
+    parts = [files(packing=packing, partition=partition) for partition in subsets]
     found = [text for part in parts for text in texts(part, "train")]
     assert sorted(found) == sorted(texts(whole, "train"))
     for part in parts:
@@ -71,14 +72,14 @@ def test_parts_of_files_are_disjoint_and_together_everything(packing):
 
 
 def test_a_partition_is_computed_once_and_packings_of_parts_are_apart(monkeypatch):
-    first = [files(partition=f"{part}/3") for part in (1, 2, 3)]
+    first = [files(partition=ClusterPartConfig(part=f"{part}/3")) for part in (1, 2, 3)]
     rows = [source.num_rows("train", 64) for source in first]
 
     def fail(*_):
         raise AssertionError("computed again")
 
     monkeypatch.setattr(partitions, "fit_documents", fail)
-    again = [files(partition=f"{part}/3") for part in (1, 2, 3)]
+    again = [files(partition=ClusterPartConfig(part=f"{part}/3")) for part in (1, 2, 3)]
     assert [source.num_rows("train", 64) for source in again] == rows
     assert [texts(source, "train") for source in again] == [
         texts(source, "train") for source in first
@@ -86,7 +87,7 @@ def test_a_partition_is_computed_once_and_packings_of_parts_are_apart(monkeypatc
     (damaged,) = (path for path in store_directory(first[0]).glob("parts-*-3.npz"))
     damaged.write_bytes(b"damaged")
     with pytest.raises(AssertionError, match="computed again"):
-        files(partition="1/3")
+        files(partition=ClusterPartConfig(part="1/3"))
 
 
 def store_directory(source):
@@ -98,7 +99,7 @@ def test_the_data_position_names_part_and_centroids():
     assert "partition" not in position["source"]
     digests = set()
     for part in ("1/3", "2/3", "1/2"):
-        source = files(partition=part)
+        source = files(partition=ClusterPartConfig(part=part))
         found = source.fingerprint()["partition"]
         assert found["part"] == part
         digests.add(found["centroids"])
@@ -112,7 +113,7 @@ def test_parts_of_a_language_mixture_are_its_languages():
     whole = config.build(5)
     seen = []
     for part in ("1/3", "2/3", "3/3"):
-        source = dataclasses.replace(config, partition=part).build(5)
+        source = dataclasses.replace(config, partition=ClusterPartConfig(part=part)).build(5)
         rows = [source.row("train", index, 32).tokens for index in range(40)]
         assert len({int(language) for row in rows for language in source.language_of(row)}) == 1
         seen += [row.tobytes() for row in rows]
@@ -127,21 +128,23 @@ def test_parts_of_a_language_mixture_are_its_languages():
 
 
 def test_the_partition_does_not_depend_on_the_training_seed():
-    config = LanguageMixtureConfig(partition="1/2")
+    config = LanguageMixtureConfig(partition=ClusterPartConfig(part="1/2"))
     digests = {config.build(seed).fingerprint()["partition"]["centroids"] for seed in (0, 7)}
     assert len(digests) == 1
 
 
 def test_rows_of_a_part_are_the_same_in_any_order():
-    source = LanguageMixtureConfig(partition="2/4").build(0)
+    source = LanguageMixtureConfig(partition=ClusterPartConfig(part="2/4")).build(0)
     late = source.row("train", 70, 16).tokens
-    again = LanguageMixtureConfig(partition="2/4").build(0)
+    again = LanguageMixtureConfig(partition=ClusterPartConfig(part="2/4")).build(0)
     in_order = [again.row("train", index, 16).tokens for index in range(71)]
     np.testing.assert_array_equal(in_order[-1], late)
 
 
 def test_a_part_without_rows_is_an_error(monkeypatch):
-    source = LanguageMixtureConfig(num_languages=2, partition="1/2").build(0)
+    source = LanguageMixtureConfig(num_languages=2, partition=ClusterPartConfig(part="1/2")).build(
+        0
+    )
     other = int(source.row("train", 0, 16).tokens[0]) // 8 ^ 1
     monkeypatch.setattr(partitions, "_MOST_MISSES", 100)
     assert source.partition is not None
@@ -149,15 +152,15 @@ def test_a_part_without_rows_is_an_error(monkeypatch):
     with pytest.raises(DataError) as refused:
         rows.number(0, 16)
     assert str(refused.value) == (
-        "data.partition=1/2: none of 100 rows of sequence_length=16 belongs to this part: ask for"
-        " fewer parts, or longer rows"
+        "data.partition.part=1/2: none of 100 rows of sequence_length=16 belongs to this part: ask"
+        " for fewer parts, or longer rows"
     )
 
 
 @pytest.mark.slow
 def test_parts_of_the_corpus_are_together_its_files():
     whole = CorpusConfig().build()
-    parts = [CorpusConfig(partition=f"{part}/2").build() for part in (1, 2)]
+    parts = [CorpusConfig(partition=ClusterPartConfig(part=f"{part}/2")).build() for part in (1, 2)]
     counts = [part.num_documents["train"] for part in parts]
     assert min(counts) > 0 and sum(counts) == whole.num_documents["train"]
     sizes = [len(part.text("train")) for part in parts]
@@ -170,23 +173,23 @@ def test_parts_of_the_corpus_are_together_its_files():
     [
         (
             "3/2",
-            "data.partition=3/2: there is no part 3 of 2: choose from 1/2 to 2/2",
+            "data.partition.part=3/2: there is no part 3 of 2: choose from 1/2 to 2/2",
         ),
         (
             "0/2",
-            "data.partition=0/2: there is no part 0 of 2: choose from 1/2 to 2/2",
+            "data.partition.part=0/2: there is no part 0 of 2: choose from 1/2 to 2/2",
         ),
-        ("0/0", "data.partition=0/0 has no parts: 3/8 is the third of eight parts"),
+        ("0/0", "data.partition.part=0/0 has no parts: 3/8 is the third of eight parts"),
         (
             "3",
-            "data.partition='3' must be PART/PARTS: 3/8 is the third of eight parts",
+            "data.partition.part='3' must be PART/PARTS: 3/8 is the third of eight parts",
         ),
     ],
 )
 def test_parts_that_do_not_exist_are_refused(text, message):
     for config in (FilesConfig, LanguageMixtureConfig, CorpusConfig):
         with pytest.raises(ValueError) as refused:
-            config(partition=text)
+            config(partition=ClusterPartConfig(part=text))
         assert str(refused.value) == message
 
 
@@ -196,10 +199,10 @@ def test_parts_are_counted_from_one():
 
 def test_mixtures_are_not_partitioned():
     with pytest.raises(ValueError) as refused:
-        MixtureConfig(mix=("a=1:a.jsonl",), partition="1/2")
+        MixtureConfig(mix=("a=1:a.jsonl",), partition=ClusterPartConfig(part="1/2"))
     assert str(refused.value) == (
-        "data:mixture divides its rows by weight, and data.partition=1/2 by content: give all files"
-        " to one data.path, as data:files, or leave data.partition out"
+        "data:mixture divides its rows by weight, and data.partition:clusters by content: give all"
+        " files to one data.path, as data:files, or leave data.partition out"
     )
 
 
@@ -207,4 +210,4 @@ def test_more_parts_than_documents_are_refused():
     count = len(files().documents["train"].lengths)
     message = f"asks for 500 parts, and the training data have {count} documents"
     with pytest.raises(DataError, match=message):
-        files(partition="1/500")
+        files(partition=ClusterPartConfig(part="1/500"))

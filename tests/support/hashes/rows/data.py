@@ -22,6 +22,7 @@ LENGTH, BATCH = 32, 4
 
 def rows() -> Iterator[tuple[str, Row]]:
     """Yield the rows."""
+    from jaxmoe.contrib.ensembles.partition import ClusterPartConfig
     from jaxmoe.data import DATA_SOURCES
     from jaxmoe.data.tokenizer import TOKENIZERS
 
@@ -39,7 +40,7 @@ def rows() -> Iterator[tuple[str, Row]]:
             f"data/chat_on_{train_on}",
             functools.partial(_batches, {"train_on": train_on}, "chat"),
         )
-    parts = {"partition": "1/2"}
+    parts = {"partition": ClusterPartConfig(part="1/2")}
     yield "data/partition", functools.partial(_batches, parts, "language_mixture")
     yield "data/two_hosts", _two_hosts
 
