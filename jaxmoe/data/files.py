@@ -28,8 +28,8 @@ from etils import epath
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.packed import PackedSource, build_sources
 from jaxmoe.data.reading.config import TextReadingConfig
-from jaxmoe.data.reading.formats import index_file, read_records
-from jaxmoe.data.reading.paths import absolute_name, find_files
+from jaxmoe.data.reading.formats import read_records
+from jaxmoe.data.reading.paths import FileEntry, find_files
 from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.data.tokenizer import Tokenizer
 
@@ -93,20 +93,36 @@ class FileCollection:
 
     def __init__(self, paths: Sequence[str], field: str):
         self._spelled = f"{field}={' '.join(paths)}"
-        self.files = find_files(paths, field)
+        self._found = find_files(paths, field)
         self._without_checksum: set[str] = set()
         self._records: dict[str, set[str]] = {}
 
     def __str__(self) -> str:
         return self._spelled
 
+    @functools.cached_property
     def stamps(self) -> list[Any]:
-        """Return name, size and modification time of each file."""
-        return [[absolute_name(path), *_stamp(path)] for path in self._all_files()]
+        """Name, size and modification time of each file that was found."""
+        return self._found.stamps()
+
+    @functools.cached_property
+    def files(self) -> list[epath.Path]:
+        """Files to read: data and text.
+
+        Raises:
+            DataError: A file cannot be read, or a directory holds no text.
+        """
+        return [epath.Path(entry.path) for entry in self._text[0]]
+
+    @functools.cached_property
+    def _text(self) -> tuple[list[FileEntry], list[str]]:
+        """Files to read, and warnings of those that are left out."""
+        return self._found.text_files()
 
     def warnings_of_files(self) -> list[str]:
-        """Return warnings of content without a checksum, and of records that were read as text."""
-        lines = [
+        """Return warnings of files that are left out, of content without a checksum, and of records
+        that were read as text."""
+        lines = self._text[1] + [
             f"{self}: {len(names)} of {len(self.files)} files are {kind}, {min(names)} among them,"
             " and each is trained as one text, with its quotes, braces and names of fields. To"
             " train on a field of its records, write them as JSON lines (.jsonl) and name the"
@@ -133,14 +149,16 @@ class FileCollection:
     @functools.cached_property
     def content_of_files(self) -> dict[str, Any]:
         """Sizes and sha256, of each file if they are few."""
-        files = self._all_files()
-        names = [absolute_name(path) for path in files]
-        root = os.path.commonpath([os.path.dirname(name) for name in names])
-        sizes = {
-            os.path.relpath(name, root): path.stat().length
-            for name, path in zip(names, files, strict=True)
-        }
-        digests = [_sha256(path) for path in files]
+        found = self._text[0]
+        files = [*found, *(file.index for file in found if file.index is not None)]
+        files.sort(key=lambda file: file.name)
+        root = os.path.commonpath([os.path.dirname(file.name) for file in files])
+        sizes = {}
+        digests = []
+        for file in files:
+            name = os.path.relpath(file.name, root)
+            sizes[name], digest = _size_and_sha256(epath.Path(file.path))
+            digests.append(digest)
         if len(files) <= _MOST_NAMES:
             pairs = zip(sizes.items(), digests, strict=True)
             return {"files": {n: f"{size} bytes, sha256 {d}" for (n, size), d in pairs}}
@@ -150,13 +168,6 @@ class FileCollection:
             "bytes": sum(sizes.values()),
             "sha256": hashlib.sha256(listed.encode()).hexdigest(),
         }
-
-    def _all_files(self) -> list[epath.Path]:
-        """Return the files and the index files of Megatron-LM."""
-        indices = (index_file(path) for path in self.files if path.suffix == ".bin")
-        return sorted(
-            [*self.files, *(path for path in indices if path.exists())], key=absolute_name
-        )
 
 
 class Files(FileCollection):
@@ -180,7 +191,7 @@ class Files(FileCollection):
     def identity(self) -> Any:
         """Return names, sizes and modification times, and the fields that affect reading."""
         return {
-            "files": self.stamps(),
+            "files": self.stamps,
             "text_field": self._config.text_field,
             "bin_dtype": self._config.bin_dtype,
         }
@@ -206,24 +217,14 @@ class Files(FileCollection):
             )
 
 
-def _stamp(path: epath.Path) -> tuple[int, int]:
-    """Return size and modification time, for a local file in nanoseconds."""
-    try:
-        if "://" in str(path):
-            remote = path.stat()
-            return remote.length, remote.mtime
-        local = os.stat(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    return local.st_size, local.st_mtime_ns
-
-
-def _sha256(path: epath.Path) -> str:
+def _size_and_sha256(path: epath.Path) -> tuple[int, str]:
     try:
         with path.open("rb") as stream:
             digest = hashlib.sha256()
+            size = 0
             while chunk := stream.read(2**20):
                 digest.update(chunk)
-            return digest.hexdigest()
+                size += len(chunk)
+            return size, digest.hexdigest()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -49,7 +49,7 @@ class Conversations(FileCollection):
 
     def identity(self) -> Any:
         """Return what identifies the files, the template and the tokens to train on."""
-        return {"files": self.stamps(), **self._mask()}
+        return {"files": self.stamps, **self._mask()}
 
     def content(self) -> dict[str, Any]:
         """Return sizes and sha256 of the files, the template and the tokens to train on."""

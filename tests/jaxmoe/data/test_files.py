@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files: which paths match, what is read, cached and held out, and errors."""
 
+import builtins
+import collections
+import io
 import json
 import os
 import pathlib
@@ -24,7 +27,6 @@ from jaxmoe.data import (
 from jaxmoe.data import documents as planning
 from jaxmoe.data.files import Files
 from jaxmoe.data.held_out import train_texts
-from jaxmoe.data.reading.paths import find_files
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, TrainedConfig
 
 
@@ -45,7 +47,7 @@ def _texts(count, word="word"):
 
 
 def _names(*paths):
-    return [path.name for path in find_files(paths)]
+    return [path.name for path in Files(paths, FilesConfig()).files]
 
 
 def _tree(root):
@@ -58,14 +60,17 @@ def _tree(root):
     (root / "shard.idx").write_bytes(b"\0\1")
 
 
-def test_paths_match_files_globs_and_directories(tmp_path, caplog):
+def test_paths_match_files_globs_and_directories(tmp_path):
     root = tmp_path / "tree"
     _tree(root)
     assert _names(f"{root}/*.txt") == ["a.txt"]
     assert _names(f"{root}/**/*.{{txt,jsonl}}") == ["a.txt", "c.txt", "d.jsonl"]
     assert _names(f"{root}/b.md", f"{root}/*.{{md,txt}}") == ["a.txt", "b.md"]  # each once
     assert _names(str(root)) == ["a.txt", "b.md", "shard.bin", "c.txt", "d.jsonl"]
-    assert "1 of 7 files are left out because they are not text, " in caplog.text
+    assert Files((str(root),), FilesConfig()).warnings() == [
+        f"{root}: 1 of 7 files are left out because they are not text, {root}/picture.png among "
+        "them"
+    ]
     assert _names("tree/shard.idx") == ["shard.bin"]
     assert _names("tree/a.txt", f"{root}/a.txt") == ["a.txt"]  # however it is spelled
 
@@ -248,6 +253,49 @@ def test_cache_is_reused_and_changed_files_are_read_again(tmp_path, monkeypatch)
         DataError, match=r"source.train.files.a.jsonl: \d+ bytes, sha256 \w+ in the"
     ):
         check_position(loaders[0].position(3), loaders[1].position(3))
+
+
+def test_a_cached_directory_is_listed_once_and_no_file_is_opened(tmp_path, monkeypatch, caplog):
+    for number in range(40):
+        path = (
+            tmp_path / "tree" / str(number % 5) / f"{number:02d}.{'png' if number < 3 else 'txt'}"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\x89PNG\0" if number < 3 else b"text %d" % number)
+    message = "tree: 3 of 40 files are left out because they are not text, tree/0/00.png among them"
+    first = FilesConfig(path=("tree",)).build()
+    assert caplog.messages.count(message) == 1
+    touched = collections.Counter()
+
+    def count(module, name):
+        real = getattr(module, name)
+
+        def counted(path, *arguments, **options):
+            touched[name] += str(path).startswith("tree/")
+            return real(path, *arguments, **options)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for module, name in ((os, "stat"), (os, "lstat"), (io, "open"), (builtins, "open")):
+        count(module, name)
+    caplog.clear()
+    second = FilesConfig(path=("tree",)).build()
+    monkeypatch.undo()
+    assert caplog.messages.count(message) == 1  # a start that reads the cache warns as well
+    assert second.fingerprint() == first.fingerprint()
+    assert touched["open"] == 0 and touched["stat"] + touched["lstat"] < 10, touched
+
+
+def test_directories_without_text_are_refused_whatever_the_cache_holds(tmp_path):
+    (tmp_path / "tree/sub").mkdir(parents=True)
+    (tmp_path / "tree/a.txt").write_text("text " * 100)
+    (tmp_path / "tree/sub/b.png").write_bytes(b"\0")
+    FilesConfig(path=("tree",)).build()
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"data.path=tree/sub holds no text \(from .*check it"):
+            FilesConfig(path=("tree", "tree/sub")).build()
+    with pytest.raises(DataError, match=r"tree/sub/b.png: byte 0 at offset 0 of the text"):
+        FilesConfig(path=("tree", "tree/sub/b.png")).build()  # named, so that it is read
 
 
 def test_truncated_cache_is_rebuilt(tmp_path):
