@@ -48,7 +48,7 @@ from jaxmoe.run.provenance.saved import at_execution, end_ids, on_data, on_task,
 from jaxmoe.run.reporter import EvaluateResult, TrainedStep, TrainResult
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
-from jaxmoe.run.supervision import Supervision, library_supervision
+from jaxmoe.run.supervision import Supervision, close_at_exit, library_supervision
 from jaxmoe.run.trainer import Trainer
 from jaxmoe.serve.offline import continue_together
 from jaxmoe.tracking.jsonl import Series, read_metrics
@@ -161,13 +161,19 @@ class Run:
         """Train like `train`, and yield every step to a loop of the caller's.
 
         Evaluation, checkpoints and reports happen as configured. Leaving the loop early saves the
-        state, so that `train` or another loop resumes after the last step yielded. `result` holds
-        how the loop ended.
+        state, so that `train` or another loop resumes after the last step yielded; so does the end
+        of a program whose main thread called this. `result` holds how the loop ended.
 
         Raises:
             ConfigurationError: The configuration, the directory or the data cannot be used.
             MissingPackageError: A tracker's package is not installed.
         """
+        steps = self._train_by_step()
+        close_at_exit(steps)
+        return steps
+
+    def _train_by_step(self) -> Generator[TrainedStep, None, None]:
+        """Yield the steps of one loop, and set `result` at its end."""
         with self._own_supervision() as supervision:
             trainer = self._trainer(supervision)
             try:

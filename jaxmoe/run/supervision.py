@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -75,6 +78,37 @@ def library_supervision(config: ProcessesConfig) -> Iterator[Supervision]:
             stopwatch=Stopwatch(START),
             resources=resources,
         )
+
+
+_UNFINISHED: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+
+
+def close_at_exit(steps: Generator[Any, None, None]) -> None:
+    """Close a generator of steps when the program ends, if nothing has closed it by then.
+
+    Python finalises a generator that a module still holds after its threads, without which nothing
+    can be saved. One that is made outside of the main thread, whose end is not that of its loop, is
+    left alone.
+
+    Args:
+        steps: Generator, of which only a weak reference is kept.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _UNFINISHED.add(steps)
+        _before_threads_end()
+
+
+@functools.cache
+def _before_threads_end() -> None:
+    # `atexit` is later than the end of all executors, which write checkpoints; they themselves end
+    # by this hook, the last registered first.
+    threading._register_atexit(_close_unfinished)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _close_unfinished() -> None:
+    for steps in tuple(_UNFINISHED):
+        if inspect.getgeneratorstate(steps) != inspect.GEN_RUNNING:
+            steps.close()
 
 
 _LOSSES = 16

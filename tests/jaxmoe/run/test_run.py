@@ -176,6 +176,29 @@ def test_script_on_one_device(tmp_path):
     assert "compiled in" in output and "held out at step 6" in output  # without logging set up
 
 
+LEFT_AT_THE_END = """
+import sys
+from jaxmoe.run import Run
+from tests.jaxmoe.run.test_run import config
+
+steps = Run(config(), sys.argv[1]).steps()
+print(*(next(steps).step for _ in range(3)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_program_that_ends_amid_its_steps_saves_the_last(tmp_path):
+    process = start_run([str(tmp_path / "run")], LEFT_AT_THE_END)
+    (output,) = written_by(process)
+    assert process.returncode == 0, output
+    assert "1 2 3" in output and "Traceback" not in output and "ignored in" not in output
+    summary = Run.open(tmp_path / "run").summary()
+    assert summary is not None and (summary["status"], summary["steps"]) == ("interrupted", 3)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
+    assert saved_leaves(tmp_path / "run", 3)["['step']"] == 3
+
+
 def test_library_neither_watches_nor_ends_its_process():
     watchdogs = [t for t in threading.enumerate() if t.name == "watchdog"]
     with library_supervision(config().timeouts) as supervision:
