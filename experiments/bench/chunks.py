@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from experiments.bench.measure import in_turns, time_call
-from experiments.bench.step import BenchRunConfig
+from experiments.bench.step import LayerBenchConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from sharding import MeshConfig, make_mesh
 from sharding import axes as ax
@@ -49,35 +49,25 @@ WEIGHTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkBenchConfig:
+class ChunkBenchConfig(LayerBenchConfig):
     """Operations of one MoE layer with experts on several devices."""
 
-    run: BenchRunConfig = BenchRunConfig()
-    """Output directory."""
     expert: int = -1
     """Devices that share the experts; -1 takes all that expert_tensor leaves."""
     expert_tensor: int = 1
     """Devices that share the hidden units of each expert."""
     tokens: int = 4096
     """Tokens of each device, T."""
-    num_experts: int = 64
-    """Number of routed experts, E."""
-    top_k: int = 8
-    """Experts per token, K."""
-    width: int = 512
-    """Width of a token, D."""
     expert_dim: int = 256
     """Hidden width of one expert, F."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of tokens and weights."""
     transport: Transport | None = None
     """Transport of the all_to_all dispatcher."""
-    rounds: int = 5
-    """Counted runs per measurement."""
 
     def __post_init__(self):
-        sizes = ("expert_tensor", "tokens", "num_experts", "top_k", "width", "expert_dim", "rounds")
-        for field in sizes:
+        LayerBenchConfig.__post_init__(self)
+        for field in ("expert_tensor", "tokens", "expert_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
         if self.tokens % max(PARTS):

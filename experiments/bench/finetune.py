@@ -17,11 +17,10 @@ import jax
 import numpy as np
 
 from experiments.bench.side import sides_in_turns
-from experiments.bench.step import BENCH_MODEL, BenchRunConfig
+from experiments.bench.step import TrainingBenchConfig
 from jaxmoe.adapters import LoraConfig, TargetsConfig
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.checkpoint.huggingface.peft import write_peft
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
 
 _ROLES = ("attention_in", "attention_out", "expert_in", "expert_out")
@@ -30,13 +29,9 @@ _B_STD = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneBenchConfig:
+class FinetuneBenchConfig(TrainingBenchConfig):
     """LoRA on OLMoE's shape, small enough for two cores."""
 
-    run: BenchRunConfig = BenchRunConfig()
-    """Output directory."""
-    model: ModelConfig = BENCH_MODEL
-    """Model to adapt."""
     adapter: LoraConfig = LoraConfig(targets=TargetsConfig(roles=_ROLES))
     """Adapter to train."""
     batch_size: int = 4
@@ -49,21 +44,11 @@ class FinetuneBenchConfig:
     """Learning rate of AdamW."""
     warm_up: int = 3
     """Steps before the counted ones."""
-    rounds: int = 10
-    """Counted steps of each side."""
-    peer_python: str | None = None
-    """Interpreter of the peer, of an environment with the extra hf; this one when None."""
 
     def __post_init__(self):
-        for field in ("batch_size", "sequence_length", "unroll", "rounds"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
-        if self.warm_up < 0:
-            raise ValueError(f"warm_up={self.warm_up} must be at least 0")
-        if self.model.vocab_size < 256:
-            raise ValueError(
-                f"model.vocab_size={self.model.vocab_size} must be at least 256: tokens are bytes"
-            )
+        TrainingBenchConfig.__post_init__(self)
+        if self.unroll < 1:
+            raise ValueError(f"unroll={self.unroll} must be at least 1")
 
 
 def bench_finetune(config: FinetuneBenchConfig) -> dict[str, Any]:

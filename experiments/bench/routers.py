@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from experiments.bench.measure import in_turns, matmul_rate, time_call
-from experiments.bench.step import BenchRunConfig
+from experiments.bench.step import LayerBenchConfig
 from jaxmoe.configs import closest
 from jaxmoe.models.config import MoEConfig
 from jaxmoe.routing import (
@@ -38,28 +38,19 @@ PLAIN = "plain top-k"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RouterBenchConfig:
+class RouterBenchConfig(LayerBenchConfig):
     """Cost of each routing method beside plain top-k."""
 
-    run: BenchRunConfig = BenchRunConfig()
-    """Output directory."""
     methods: tuple[str, ...] = ()
     """Names in jaxmoe.routing.METHODS; empty for all of them."""
     tokens: int = 16384
     """Tokens of a batch, T."""
     sequence_length: int = 2048
     """Tokens of one sequence, for methods that use whole sequences; divides tokens."""
-    num_experts: int = 64
-    """Number of routed experts, E."""
-    top_k: int = 8
-    """Experts per token, K."""
-    width: int = 512
-    """Width of a token, D."""
-    rounds: int = 5
-    """Counted runs per method."""
 
     def __post_init__(self):
-        for field in ("tokens", "sequence_length", "num_experts", "top_k", "width", "rounds"):
+        LayerBenchConfig.__post_init__(self)
+        for field in ("tokens", "sequence_length"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
         if self.tokens % self.sequence_length:

@@ -62,13 +62,61 @@ class BenchRunConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepBenchConfig:
-    """Training step of OLMoE's shape, small enough for two cores."""
+class LayerBenchConfig:
+    """Sizes of one MoE layer that is measured alone."""
+
+    run: BenchRunConfig = BenchRunConfig()
+    """Output directory."""
+    num_experts: int = 64
+    """Number of routed experts, E."""
+    top_k: int = 8
+    """Experts per token, K."""
+    width: int = 512
+    """Width of a token, D."""
+    rounds: int = 5
+    """Counted runs per measurement."""
+
+    def __post_init__(self):
+        for field in ("num_experts", "top_k", "width", "rounds"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBenchConfig:
+    """Steps of training beside those of a peer."""
 
     run: BenchRunConfig = BenchRunConfig()
     """Output directory."""
     model: ModelConfig = BENCH_MODEL
-    """Model to train."""
+    """Model to train, or to adapt."""
+    batch_size: int
+    """Sequences per step."""
+    sequence_length: int
+    """Tokens of a sequence."""
+    warm_up: int
+    """Steps before the counted ones: a fresh router loads its experts unevenly."""
+    rounds: int = 10
+    """Counted steps of each side."""
+    peer_python: str | None = None
+    """Interpreter of the peer, of an environment with the extra hf; this one when None."""
+
+    def __post_init__(self):
+        for field in ("batch_size", "sequence_length", "rounds"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.warm_up < 0:
+            raise ValueError(f"warm_up={self.warm_up} must be at least 0")
+        if self.model.vocab_size < 256:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} must be at least 256: tokens are bytes"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepBenchConfig(TrainingBenchConfig):
+    """Training step of OLMoE's shape, small enough for two cores."""
+
     execution: ExecutionConfig = ExecutionConfig(unroll=4)
     """Execution of the model; its compute dtype is that of `precisions`."""
     precisions: tuple[DtypeName, ...] = ("float32", "bfloat16")
@@ -79,29 +127,17 @@ class StepBenchConfig:
     """Tokens of a sequence."""
     warm_up: int = 20
     """Steps before the counted ones: a fresh router loads its experts unevenly."""
-    rounds: int = 10
-    """Counted steps of each side."""
     peer: Literal["transformers", "none"] = "transformers"
     """Peer: OLMoE in transformers and PyTorch (extra hf), or none."""
-    peer_python: str | None = None
-    """Interpreter of the peer, of an environment with the extra hf; this one when None."""
 
     def __post_init__(self):
+        TrainingBenchConfig.__post_init__(self)
         if not self.precisions or len(set(self.precisions)) != len(self.precisions):
             raise ValueError(
                 f"precisions={self.precisions} must name each dtype once, and at least one"
             )
-        for field in ("batch_size", "sequence_length", "rounds"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
-        if self.warm_up < 0:
-            raise ValueError(f"warm_up={self.warm_up} must be at least 0")
         if self.model.moe is None:
             raise ValueError("model.moe:none has no peer: the step is that of a mixture of experts")
-        if self.model.vocab_size < 256:
-            raise ValueError(
-                f"model.vocab_size={self.model.vocab_size} must be at least 256: tokens are bytes"
-            )
 
 
 def bench_step(config: StepBenchConfig) -> dict[str, Any]:

@@ -76,28 +76,35 @@ class LaunchConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SuperviseConfig:
-    """Processes to start, and limits of restarts."""
+class RestartConfig:
+    """Processes of a job or of each site, and limits of their restarts."""
 
     run: LaunchRunConfig = LaunchRunConfig()
-    """Directory of the supervisor's files, which is not the directory of the run."""
-    command: str = "python -m experiments.pretrain"
-    """Command of each process."""
+    """Directory of the launcher's files, which is not the directory of a run."""
     processes: int = 1
-    """Processes on this host."""
+    """Processes on this host; with --islands, of each site."""
     max_restarts: int = 10
-    """Largest number of restarts; a start that lasted `steady` seconds resets the count."""
+    """Largest number of restarts, of a site by itself; a start that lasted `steady` seconds resets
+    the count."""
     steady: int = 3600
     """Seconds after which a start counts as good."""
     silence: int = 900
     """Seconds without output from any process after which they count as hung."""
     grace: int = 5
     """Seconds for the others to end when one is lost, before they are killed."""
+    snapshots: str = PARENT
+    """Directory in memory for the snapshots of the processes; deleted at the end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SuperviseConfig(RestartConfig):
+    """Processes to start, and limits of restarts."""
+
+    command: str = "python -m experiments.pretrain"
+    """Command of each process."""
     elastic: ElasticConfig = FixedConfig()
     """Action when the same process is lost again and again: fixed restarts all; shrink goes on with
     fewer."""
-    snapshots: str = PARENT
-    """Directory in memory for the snapshots of the processes; deleted at the end."""
     coordinator: str | None = None
     """host:port of process 0, with supervisors on several hosts."""
     num_processes: int | None = None

@@ -34,12 +34,12 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import write
-from experiments.launch.config import LaunchRunConfig, SuperviseConfig
+from experiments.launch.config import RestartConfig, SuperviseConfig
 from experiments.launch.signals import Signals
 from experiments.launch.supervise import StartResult, consequence, supervise
 from jaxmoe.contrib.slow_links.sites.config import KEY_VARIABLE, VARIABLE, SiteConfig, key_of
@@ -48,7 +48,6 @@ from jaxmoe.contrib.slow_links.sites.directory import DirectoryClosings
 from jaxmoe.contrib.slow_links.sites.errors import TransportError
 from jaxmoe.contrib.slow_links.sites.lease import CoordinatorLease
 from jaxmoe.contrib.slow_links.sites.transport import MessageSizes
-from jaxmoe.resilience.shared_memory import PARENT
 from jaxmoe.run.directory import RunDirectory
 
 _PLACE = "{island}"
@@ -57,11 +56,9 @@ _EXCHANGE = "exchange"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SitesConfig:
+class SitesConfig(RestartConfig):
     """Sites to start, where they meet, and limits of restarts."""
 
-    run: LaunchRunConfig = LaunchRunConfig()
-    """Directory of the launcher's files, which is not the directory of a run."""
     command: str = "python -m experiments.pretrain --run.directory runs/pretrain/islands"
     """Command of each process of each site."""
     islands: int = 1
@@ -80,18 +77,6 @@ class SitesConfig:
     """Number of the first site of this host."""
     islands_max_bytes: int = 1 << 34
     """Largest message that the coordinator accepts, in bytes."""
-    processes: int = 1
-    """Processes of each site."""
-    max_restarts: int = 10
-    """Largest number of restarts of a site; a start of `steady` seconds resets the count."""
-    steady: int = 3600
-    """Seconds after which a start counts as good."""
-    silence: int = 900
-    """Seconds without output after which the processes of a site count as hung."""
-    grace: int = 5
-    """Seconds for the other processes of a site to end when one is lost, before a kill."""
-    snapshots: str = PARENT
-    """Directory in memory for the snapshots of the processes; deleted at the end."""
 
     def __post_init__(self):
         if self.islands < 0:
@@ -158,16 +143,9 @@ class SitesConfig:
         Args:
             command: Command of the site.
         """
-        return SuperviseConfig(
-            run=self.run,
-            command=command,
-            processes=self.processes,
-            max_restarts=self.max_restarts,
-            steady=self.steady,
-            silence=self.silence,
-            grace=self.grace,
-            snapshots=self.snapshots,
-        )
+        fields = dataclasses.fields(RestartConfig)
+        limits: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields}
+        return SuperviseConfig(command=command, **limits)
 
     def site(self, member: int, transport: str) -> SiteConfig:
         """Return what a site reads from its environment.

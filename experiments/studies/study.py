@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -22,11 +22,10 @@ from experiments.cli import flags
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.output import say
 from experiments.cli.process import end_unsaved, start_process
+from jaxmoe.optim import LinearConfig, ScheduleBase
 from jaxmoe.optional import require
 from jaxmoe.resilience.stop import StopRequest
 from jaxmoe.run.directory import RunDirectory
-
-Config = TypeVar("Config")
 
 EXIT_CODES = {
     "preempted": ExitCode.PREEMPTED,
@@ -49,6 +48,41 @@ class StudyRunConfig:
     """Run directory; runs/<command>/<name> when None."""
     name: str | None = None
     """Name of the study; the recipe's when None. The same name continues the same study."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StudyConfig:
+    """Base of the configs of studies."""
+
+    most_seeds: ClassVar[int] = 10
+    """Most trainings per arm."""
+
+    run: StudyRunConfig = StudyRunConfig()
+    """Run directory and name of the study."""
+    seeds: int = 3
+    """Trainings per arm; training i of every arm has the same initial values and batches."""
+    schedule: ScheduleBase = LinearConfig()
+    """Learning rate by step."""
+    evaluation_batches: int = 16
+    """Held-out batches."""
+
+    def __post_init__(self):
+        if not 1 <= self.seeds <= self.most_seeds:
+            raise ValueError(f"seeds={self.seeds} must lie between 1 and {self.most_seeds}")
+        if self.evaluation_batches < 1:
+            raise ValueError(f"evaluation_batches={self.evaluation_batches} must be at least 1")
+
+
+class DirectoryConfig(Protocol):
+    """Config of a command that writes into a run directory."""
+
+    @property
+    def run(self) -> StudyRunConfig:
+        """Run directory and name."""
+        ...
+
+
+Config = TypeVar("Config", bound=DirectoryConfig)
 
 
 @runtime_checkable
@@ -103,7 +137,7 @@ def run_study(
         start_process()
         require("matplotlib.figure")  # an early error: trials take many minutes
         check(recipe, config)
-    run: StudyRunConfig = getattr(config, "run")  # noqa: B009 (configs share no base class)
+    run = config.run
     name = run.name or name_of(recipe, config)
     directory = RunDirectory(run.directory or f"runs/{command}/{name}")
     started = time.perf_counter()

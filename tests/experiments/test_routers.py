@@ -226,9 +226,14 @@ def test_steps_that_are_not_finite_are_a_row(monkeypatch):
     tasks = {name: RoutersTask(name=name, **given) for name in ("corpus", "languages")}
     monkeypatch.setattr(routers_trial, "RouterPrograms", SpoiltPrograms)
     monkeypatch.setattr(routers_trial, "_time_beside", lambda *given: 1.0)
-    record, _ = routers_trial.run_trial(
-        config, "switch", "autoregressive", tasks, lambda: None, StopRequest()
+    trial = routers_trial.RoutersTrial(
+        config=config,
+        name="switch",
+        objective="autoregressive",
+        tasks=tasks,
+        baseline=lambda: None,
     )
+    record, _ = routers_trial.run_trial(trial, StopRequest())
     assert (record["status"], record["corpus"]["bits"]) == ("diverged", [None])
     assert record["reason"] == "languages, seed 0: 3 of 3 steps not finite"
     json.dumps(record, allow_nan=False)
@@ -238,7 +243,7 @@ def test_steps_that_are_not_finite_are_a_row(monkeypatch):
     stop = StopRequest()
     stop.reason = "preempted"
     with pytest.raises(StudyStoppedError):
-        routers_trial.run_trial(config, "switch", "autoregressive", tasks, lambda: None, stop)
+        routers_trial.run_trial(trial, stop)
 
 
 def test_the_ticket():

@@ -12,10 +12,10 @@ To add a recipe: a function and a row of RECIPES in experiments/studies/gates/co
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from experiments.cli.output import without_advice
-from experiments.studies.study import StudyRunConfig
+from experiments.studies.study import StudyConfig
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig, Optimizer, ScheduleBase
@@ -30,7 +30,6 @@ AXES: Final[tuple[Axis, ...]] = ("top_k", "granularity")
 COMPARED: Final[tuple[Gate, ...]] = ("sqrt", "renormalized")
 FREE_FIELDS = ("run", "axes", "top_ks", "trained_top_ks")
 """Fields that may change when a directory is continued: further points are added."""
-MOST_SEEDS = 1000
 
 _SHORT_MODEL = ModelConfig(
     vocab_size=256,
@@ -45,11 +44,11 @@ _SHORT_MODEL = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GatesConfig:
+class GatesConfig(StudyConfig):
     """SqrtGate against softmax gates over top_k and granularity."""
 
-    run: StudyRunConfig = StudyRunConfig()
-    """Run directory and name of the study."""
+    most_seeds: ClassVar[int] = 1000
+
     axes: tuple[Axis, ...] = AXES
     """Quantities that change with top_k: the number of active experts alone, or their width as
     well."""
@@ -85,13 +84,11 @@ class GatesConfig:
     def __post_init__(self):
         if self.model.moe is None or not self.model.num_moe_layers:
             raise ValueError("model.moe=none has no gate: give the model a mixture of experts")
-        for field, least in (("seeds", 1), ("initial_seeds", 2)):
-            if not least <= getattr(self, field) <= MOST_SEEDS:
-                raise ValueError(
-                    f"{field}={getattr(self, field)} must lie between {least} and {MOST_SEEDS}"
-                )
-        if self.evaluation_batches < 1:
-            raise ValueError(f"evaluation_batches={self.evaluation_batches} must be at least 1")
+        StudyConfig.__post_init__(self)
+        if not 2 <= self.initial_seeds <= self.most_seeds:
+            raise ValueError(
+                f"initial_seeds={self.initial_seeds} must lie between 2 and {self.most_seeds}"
+            )
         self._check_points(self.model.moe)
 
     def _check_points(self, moe: MoEConfig) -> None:

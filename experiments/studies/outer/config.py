@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
-from experiments.studies.study import StudyRunConfig
+from experiments.studies.study import StudyConfig
 from jaxmoe.configs import closest
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
@@ -36,7 +36,6 @@ METHODS: Final[tuple[str, ...]] = (
 """Rows of the table."""
 FREE_FIELDS = ("run", "methods")
 """Fields that may change when a directory is continued: further methods are added."""
-MOST_SEEDS = 10
 
 _SHORT_MODEL = ModelConfig(
     vocab_size=8,
@@ -48,16 +47,12 @@ _SHORT_MODEL = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OuterConfig:
+class OuterConfig(StudyConfig):
     """Every method of low-communication training at equal tokens."""
 
-    run: StudyRunConfig = StudyRunConfig()
-    """Run directory and name of the study."""
     methods: tuple[str, ...] = ()
     """Names in jaxmoe.training.replicas.REPLICAS, or alone: one worker without exchange. All when
     empty."""
-    seeds: int = 3
-    """Trainings per method; training i of every method has the same initial values and batches."""
     workers: int = 4
     """Workers that share a batch."""
     every: int = 30
@@ -80,12 +75,9 @@ class OuterConfig:
     """Held-out batches, each of the rows of one worker."""
 
     def __post_init__(self):
-        if not 1 <= self.seeds <= MOST_SEEDS:
-            raise ValueError(f"seeds={self.seeds} must lie between 1 and {MOST_SEEDS}")
+        StudyConfig.__post_init__(self)
         if self.workers < 2:
             raise ValueError(f"workers={self.workers} must be at least 2")
-        if self.evaluation_batches < 1:
-            raise ValueError(f"evaluation_batches={self.evaluation_batches} must be at least 1")
         for name in self.methods:
             if name not in METHODS:
                 raise ValueError(

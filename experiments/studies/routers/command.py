@@ -30,7 +30,7 @@ from experiments.studies.routers.config import (
 from experiments.studies.routers.data import load_tasks
 from experiments.studies.routers.picture import draw_comparison
 from experiments.studies.routers.table import LEGEND, TABLE, TITLES, rows_of
-from experiments.studies.routers.trial import RouterPrograms, moe_json, run_trial
+from experiments.studies.routers.trial import RouterPrograms, RoutersTrial, moe_json, run_trial
 from experiments.studies.study import StudyStoppedError, run_study
 from experiments.studies.trials import Record, TrialsFile
 from jaxmoe.resilience.stop import StopRequest
@@ -126,15 +126,15 @@ class RoutersStudy:
         is_traced = trace_file is None or trace_file.exists()
         if saved is not None and self._is_current(saved) and is_traced:
             return saved
-        record, programs = run_trial(
-            self._config,
-            name,
-            objective,
-            self._tasks,
-            lambda: self._baseline(objective),
-            stop,
-            trace_file,
+        trial = RoutersTrial(
+            config=self._config,
+            name=name,
+            objective=objective,
+            tasks=self._tasks,
+            baseline=lambda: self._baseline(objective),
+            trace_file=trace_file,
         )
+        record, programs = run_trial(trial, stop)
         if programs is not None and name == self._config.baseline:
             self._baselines[objective] = programs
         record["data"] = self._data

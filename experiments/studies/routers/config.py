@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from experiments.studies.study import StudyRunConfig
+from experiments.studies.study import StudyConfig
 from jaxmoe.configs import closest
 from jaxmoe.data import CorpusConfig, LanguageMixtureConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
@@ -26,7 +26,6 @@ ObjectiveName = Literal["autoregressive", "masked_diffusion"]
 
 FREE_FIELDS = ("run", "methods", "trace")
 """Fields that may change when a directory is continued: further methods are added."""
-MOST_SEEDS = 10
 
 _SHORT_MODEL = ModelConfig(
     vocab_size=256,
@@ -38,18 +37,13 @@ _SHORT_MODEL = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RoutersConfig:
+class RoutersConfig(StudyConfig):
     """Every routing method on the same data and budget."""
 
-    run: StudyRunConfig = StudyRunConfig()
-    """Run directory and name of the study."""
     methods: tuple[str, ...] = ()
     """Names in jaxmoe.routing.METHODS; all of them when empty."""
     baseline: str = "mixtral"
     """Method that the others are paired with."""
-    seeds: int = 3
-    """Trainings per method; training i of every method has the same initial values (router
-    apart) and the same batches."""
     model: ModelConfig = _SHORT_MODEL
     """Model; a method replaces parts of model.moe."""
     corpus: SourceKind = CorpusConfig()
@@ -62,8 +56,6 @@ class RoutersConfig:
     """Optimiser of each training."""
     schedule: ScheduleBase = LinearConfig(warmup_steps=10, floor=0.05)
     """Learning rate by step."""
-    evaluation_batches: int = 16
-    """Held-out batches of either kind of data."""
     timing_rounds: int = 5
     """Rounds in which a method's step is timed beside the baseline's."""
     trace: tuple[str, ...] = ()
@@ -71,11 +63,9 @@ class RoutersConfig:
     first seed, for `python -m experiments.place --trace`."""
 
     def __post_init__(self):
-        for field in ("evaluation_batches", "timing_rounds"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
-        if not 1 <= self.seeds <= MOST_SEEDS:
-            raise ValueError(f"seeds={self.seeds} must lie between 1 and {MOST_SEEDS}")
+        StudyConfig.__post_init__(self)
+        if self.timing_rounds < 1:
+            raise ValueError(f"timing_rounds={self.timing_rounds} must be at least 1")
         names_asked = (
             ("methods", self.methods),
             ("baseline", (self.baseline,)),

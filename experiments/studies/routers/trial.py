@@ -139,25 +139,30 @@ def earlier_logits_hold(
     return True
 
 
-def run_trial(
-    config: RoutersConfig,
-    name: str,
-    objective: ObjectiveName,
-    tasks: Mapping[str, RoutersTask],
-    baseline: Callable[[], RouterPrograms],
-    stop: StopRequest,
-    trace_file: pathlib.Path | None = None,
-) -> tuple[Record, RouterPrograms | None]:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoutersTrial:
+    """A method that is to be trained with one objective."""
+
+    config: RoutersConfig
+    """Config of the comparison."""
+    name: str
+    """Name of the method."""
+    objective: ObjectiveName
+    """Objective of the training."""
+    tasks: Mapping[str, RoutersTask]
+    """Data by name."""
+    baseline: Callable[[], RouterPrograms]
+    """Function to the programs of the baseline, for the time of a step."""
+    trace_file: pathlib.Path | None = None
+    """Path for the routing of the held-out text; none is written when None."""
+
+
+def run_trial(trial: RoutersTrial, stop: StopRequest) -> tuple[Record, RouterPrograms | None]:
     """Run one trial.
 
     Args:
-        config: Config of the comparison.
-        name: Name of the method.
-        objective: Objective of the training.
-        tasks: Data by name.
-        baseline: Function to the programs of the baseline, for the time of a step.
+        trial: Method, objective and data.
         stop: Checked at every step.
-        trace_file: Path for the routing of the held-out text; none is written when None.
 
     Returns:
         The record, as JSON, and the programs if there are any.
@@ -167,12 +172,13 @@ def run_trial(
     """
     started = time.perf_counter()
     programs = None
+    config, name, objective = trial.config, trial.name, trial.objective
     record: Record = {"method": name, "objective": objective, "source": METHODS[name].source}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RoutingWarning)
         try:
             record["moe"] = moe_json(config, name)
-            programs = _fill(record, config, name, objective, tasks, baseline, stop, trace_file)
+            programs = _fill(record, trial, stop)
         except ValueError as error:
             record |= {"status": "refused", "reason": str(error)}
         except (TypeError, ArithmeticError, RuntimeError) as error:  # JAX's errors are of these
@@ -188,19 +194,11 @@ def moe_json(config: RoutersConfig, name: str) -> Any:
     return to_json(model_of(config, name, objective_of(name)).moe)
 
 
-def _fill(
-    record: Record,
-    config: RoutersConfig,
-    name: str,
-    objective: ObjectiveName,
-    tasks: Mapping[str, RoutersTask],
-    baseline: Callable[[], RouterPrograms],
-    stop: StopRequest,
-    trace_file: pathlib.Path | None,
-) -> RouterPrograms | None:
+def _fill(record: Record, trial: RoutersTrial, stop: StopRequest) -> RouterPrograms | None:
     """Fill the record: causality, training, evaluation, time."""
+    config, name, objective = trial.config, trial.name, trial.objective
     model = model_of(config, name, objective)
-    batch = tasks["corpus"].held_out[0]
+    batch = trial.tasks["corpus"].held_out[0]
     if objective == "masked_diffusion":
         record["causal"] = _is_causal_at_first(config, name, batch)
     programs = RouterPrograms(config, model, objective, batch)
@@ -210,14 +208,14 @@ def _fill(
         if not record["causal"]:
             record |= {"status": "no ticket", "reason": "a later token changes earlier logits"}
             return programs
-    for task in tasks.values():
+    for task in trial.tasks.values():
         runs = []
         for number in range(config.seeds):
             run, state = _train(config, programs, task, number, stop)
             runs.append(run)
-            if trace_file is not None and task.name == "corpus" and number == 0:
+            if trial.trace_file is not None and task.name == "corpus" and number == 0:
                 arguments = (model, _EXECUTION, state.params, state.router_state, task.held_out)
-                save_trace(trace_file, record_trace(*arguments))
+                save_trace(trial.trace_file, record_trace(*arguments))
             if run["bits"] is None:
                 what = f"{task.name}, seed {config.training.seed + number}"
                 reason = f"{what}: {run['skipped']} of {config.training.steps} steps not finite"
@@ -226,7 +224,7 @@ def _fill(
         if objective == "autoregressive" and not _has_ticket(programs, state, batch):
             reason = "once trained, a later token changes earlier logits"
             record |= {"causal": False, "status": "no ticket", "reason": reason}
-    record["step_ratio"] = _time_beside(config, programs, baseline(), batch)
+    record["step_ratio"] = _time_beside(config, programs, trial.baseline(), batch)
     record["compile_seconds"] = programs.compile_seconds
     return programs
 

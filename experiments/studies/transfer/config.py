@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import ClassVar, Literal
 
-from experiments.studies.study import StudyRunConfig
+from experiments.studies.study import StudyConfig
 from experiments.studies.transfer.arms import ARMS, DEFAULT_ARMS, Arm, own_arm
 from experiments.studies.transfer.axes import AXES, AxisSetting
 from jaxmoe.configs import closest, fingerprint
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
-from jaxmoe.optim import LinearConfig, Optimizer, ScheduleBase
+from jaxmoe.optim import Optimizer
 from jaxmoe.routing import METHODS
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.run.plan import RunPlan, make_plan
@@ -29,7 +29,6 @@ from jaxmoe.scaling import BasePoint, ParameterizationBase
 
 FREE_FIELDS = ("run", "arms", "points", "rates", "extend", "seeds")
 """Fields that may change when a directory is continued: further trials are added."""
-MOST_SEEDS = 16
 FEWEST_RATES = 3
 MOST_RATES = 15
 SPACING = 2.0
@@ -51,11 +50,11 @@ _MODEL = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TransferConfig:
+class TransferConfig(StudyConfig):
     """Learning rates at several sizes."""
 
-    run: StudyRunConfig = StudyRunConfig()
-    """Run directory and name of the study."""
+    most_seeds: ClassVar[int] = 16
+
     axis: str = "width"
     """Quantity that grows: width, depth, tokens, batch, granularity, sparsity or balance."""
     points: tuple[float, ...] = ()
@@ -69,8 +68,6 @@ class TransferConfig:
     extend: int = 2
     """Further rates to try where the best is the first or the last, or where the largest point
     lacks the smallest one's best."""
-    seeds: int = 3
-    """Trials at each rate; trial i of every point has the same key and order of data."""
     budget: float | None = None
     """Minutes for all trials on this machine. Sets training.steps once, from the measured time
     of a step at each point; None leaves training.steps as given."""
@@ -84,8 +81,6 @@ class TransferConfig:
     """Data; the held-out loss is in bits per byte of text, or per token."""
     training: TrainingConfig = TrainingConfig(steps=150, batch_size=16, sequence_length=64)
     """Training of each trial."""
-    schedule: ScheduleBase = LinearConfig()
-    """Learning rate by step."""
     parameterization: ParameterizationBase | None = None
     """Parameterisation of an arm of your own."""
     optimizer: Optimizer | None = None
@@ -93,8 +88,6 @@ class TransferConfig:
     base: BasePoint = BasePoint()
     """Size at which a learning rate applies unchanged; missing numbers are those of the smallest
     point."""
-    evaluation_batches: int = 16
-    """Held-out batches of training.batch_size sequences."""
 
     def __post_init__(self):
         if self.axis not in AXES:
@@ -111,14 +104,13 @@ class TransferConfig:
             raise ValueError(f"arms={', '.join(self.arms)}: name each at most once")
         self._check_points()
         _check_rates(self.rates)
-        if not 1 <= self.seeds <= MOST_SEEDS:
-            raise ValueError(f"seeds={self.seeds} must lie between 1 and {MOST_SEEDS}")
+        StudyConfig.__post_init__(self)
         if self.budget is not None and not self.budget > 0:
             raise ValueError(
                 f"budget={self.budget:g} minutes must be above 0, or None to keep training.steps as"
                 " they are"
             )
-        for field, least in (("extend", 0), ("check_steps", 1), ("evaluation_batches", 1)):
+        for field, least in (("extend", 0), ("check_steps", 1)):
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least {least}")
 
