@@ -24,6 +24,7 @@ from jaxtyping import Array
 from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm
 from sharding.sequence_parallel.local_attention import (
     HeldTokens,
+    LocalAttention,
     Seen,
     attend_locally,
 )
@@ -72,7 +73,7 @@ def attend_gathered(inputs: HeldAttention, form: SequenceForm) -> tuple[Array, S
 
     tokens = cut.with_positions(tokens, form)
     keys = HeldTokens(*(None if x is None else gather(x) for x in tokens))
-    return attend_locally(q, gather(k), gather(v), tokens, keys, rules)
+    return attend_locally(LocalAttention(q, gather(k), gather(v), tokens, keys, rules))
 
 
 def observe_gathered(inputs: HeldAttention, form: SequenceForm) -> Seen:

@@ -21,6 +21,7 @@ from sharding.sequence_parallel.form import Cut, HeldAttention, SequenceForm, To
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
     HeldTokens,
+    LocalAttention,
     Seen,
     attend_locally,
 )
@@ -91,7 +92,7 @@ def attend(
         del batch_axes
         tokens = HeldTokens(token_arrays.get("positions"), token_arrays.get("segment_ids"))
         if q.shape[1] == length:
-            return attend_locally(q, k, v, tokens, tokens, rules)
+            return attend_locally(LocalAttention(q, k, v, tokens, tokens, rules))
         cut = Cut(axes, length, q.shape[1])
         return config.attend(HeldAttention(q, k, v, tokens, rules, cut, scalars))
 

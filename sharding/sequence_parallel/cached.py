@@ -34,6 +34,7 @@ from sharding.sequence_parallel.cache_formats import into_cache, out_of_cache
 from sharding.sequence_parallel.local_attention import (
     AttentionRules,
     HeldTokens,
+    LocalAttention,
     Seen,
     attend_locally,
     attend_part,
@@ -99,7 +100,9 @@ class KVCache(NamedTuple):
             cache = write_tokens(cache, new.k, new.v, new.layer, slots)
             keys, values = (out_of_cache(layer_of(part, new.layer), new.q.dtype) for part in cache)
             token_pair = HeldTokens(new.positions, None), HeldTokens(key_positions, None)
-            out, seen = attend_and_merge(new.q, keys, values, *token_pair, rules, axes)
+            out, seen = attend_and_merge(
+                LocalAttention(new.q, keys, values, *token_pair, rules), axes
+            )
             return out, seen, cache
 
         return attend_in_region(run, new, self, slots, placement=placement, rules=rules)
@@ -194,19 +197,11 @@ def write_slots(
     return entries.at[layer, rows, slots].set(new, mode="drop")
 
 
-def attend_and_merge(
-    q: Array,
-    k: Array,
-    v: Array,
-    queries: HeldTokens,
-    keys: HeldTokens,
-    rules: AttentionRules,
-    axes: tuple[str, ...],
-) -> tuple[Array, Seen]:
+def attend_and_merge(attention: LocalAttention, axes: tuple[str, ...]) -> tuple[Array, Seen]:
     """Return attention to the slots of all devices, merged over the mesh axes that split them."""
     if not axes:
-        return attend_locally(q, k, v, queries, keys, rules)
-    out, lse, highest = attend_part(q, k, v, queries, keys, rules)
+        return attend_locally(attention)
+    out, lse, highest = attend_part(attention)
     top = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weight = jnp.exp(lse - top)
@@ -214,6 +209,6 @@ def attend_and_merge(
     by_query = weight.swapaxes(1, 2)[..., None]
     summed = jax.lax.psum(by_query * out.astype(jnp.float32), axes)
     divisor = jnp.where(total > 0.0, total, 1.0).swapaxes(1, 2)[..., None]
-    merged = (summed / divisor).astype(q.dtype)
-    seen = {"lse": top + jnp.log(total)} if rules.seen else {}
+    merged = (summed / divisor).astype(attention.q.dtype)
+    seen = {"lse": top + jnp.log(total)} if attention.rules.seen else {}
     return merged, seen if highest is None else seen | {"top": jax.lax.pmax(highest, axes)}

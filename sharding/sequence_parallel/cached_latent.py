@@ -25,7 +25,12 @@ from sharding.sequence_parallel.cached import (
     layer_of,
     write_slots,
 )
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.local_attention import (
+    AttentionRules,
+    HeldTokens,
+    LocalAttention,
+    Seen,
+)
 from sharding.sequence_parallel.paged_latent import PagedLatents
 
 LATENT_CACHE_AXES = (None, ax.ACT_BATCH, ax.ACT_CACHE, None, None)
@@ -65,7 +70,7 @@ def attend_latent(
         keys = layer_of(entries, new.layer).astype(new.q.dtype)
         token_pair = HeldTokens(new.positions, None), HeldTokens(key_positions, None)
         out, statistics = attend_and_merge(
-            new.q, keys, keys[..., :latent_dim], *token_pair, rules, axes
+            LocalAttention(new.q, keys, keys[..., :latent_dim], *token_pair, rules), axes
         )
         return out, statistics, entries
 

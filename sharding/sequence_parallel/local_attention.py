@@ -57,50 +57,40 @@ class HeldTokens(NamedTuple):
     """None: one segment a row."""
 
 
-def attend_locally(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    queries: HeldTokens,
-    keys: HeldTokens,
-    rules: AttentionRules,
-) -> tuple[Float[Array, "B S N Hv"], Seen]:
+class LocalAttention(NamedTuple):
+    """Queries and keys of one device, and the rules between them."""
+
+    q: Float[Array, "B S N H"]
+    k: Float[Array, "B U M H"]
+    v: Float[Array, "B U M Hv"]
+    queries: HeldTokens
+    keys: HeldTokens
+    rules: AttentionRules
+
+
+def attend_locally(attention: LocalAttention) -> tuple[Float[Array, "B S N Hv"], Seen]:
     """Return attention of the queries over the keys of this device.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        queries: Positions and documents of the queries.
-        keys: Positions and documents of the keys.
-        rules: Mask and kernel.
+        attention: Queries, keys and rules.
 
     Returns:
         The output; and, if observed, the watched logits, without a gradient.
     """
-    out, lse, top = attend_part(q, k, v, queries, keys, rules)
+    out, lse, top = attend_part(attention)
     seen = {} if top is None else {"lse": jax.lax.stop_gradient(lse), "top": top}
-    return out, seen | {"lse": lse} if rules.keeps_lse else seen
+    return out, seen | {"lse": lse} if attention.rules.keeps_lse else seen
 
 
 def attend_part(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B U M H"],
-    v: Float[Array, "B U M Hv"],
-    queries: HeldTokens,
-    keys: HeldTokens,
-    rules: AttentionRules,
+    attention: LocalAttention,
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B N S"], Float[Array, "B N S"] | None]:
     """Return attention over a part of the keys: output, log-sum-exp, and if observed `top`.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        queries: Positions and documents of the queries.
-        keys: Positions and documents of the keys.
-        rules: Mask and kernel.
+        attention: Queries, the part of the keys, and rules.
     """
+    q, k, v, queries, keys, rules = attention
     mask = {
         "causal": rules.is_causal,
         "q_positions": queries.positions,

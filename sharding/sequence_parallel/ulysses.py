@@ -28,6 +28,7 @@ from jaxtyping import Array
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, gather_tokens
 from sharding.sequence_parallel.local_attention import (
+    LocalAttention,
     Seen,
     attend_locally,
 )
@@ -89,7 +90,8 @@ class UlyssesConfig(SequenceForm):
                 size = x.shape[2] // self.num_chunks
                 return to_heads(x[:, :, number * size : (number + 1) * size], axes)
 
-            out, seen = attend_locally(part(q), part(k), part(v), all_tokens, all_tokens, rules)
+            heads = part(q), part(k), part(v)
+            out, seen = attend_locally(LocalAttention(*heads, all_tokens, all_tokens, rules))
             return to_positions(out, axes), {n: to_heads(x, axes) for n, x in seen.items()}
 
         parts = [chunk(number) for number in range(self.num_chunks)]

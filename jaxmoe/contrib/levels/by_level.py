@@ -39,7 +39,7 @@ from sharding.sequence_parallel.form import (
     SequenceForm,
     SequenceParallelism,
 )
-from sharding.sequence_parallel.local_attention import Seen, attend_locally
+from sharding.sequence_parallel.local_attention import LocalAttention, Seen, attend_locally
 from sharding.sequence_parallel.ring import RingConfig
 from sharding.sequence_parallel.sizes import AttentionSizes
 
@@ -119,9 +119,8 @@ def _powers(ranks: int) -> tuple[int, ...]:
 def _attend_at(degree: int, inputs: HeldAttention) -> tuple[Array, Seen]:
     """Return attention within parts of `degree` devices."""
     if degree == 1:
-        return attend_locally(
-            inputs.q, inputs.k, inputs.v, inputs.tokens, inputs.tokens, inputs.rules
-        )
+        q, k, v, tokens, rules = inputs[:5]
+        return attend_locally(LocalAttention(q, k, v, tokens, tokens, rules))
     axes = ()
     size = 1
     while size < degree:

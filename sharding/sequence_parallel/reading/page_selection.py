@@ -46,7 +46,12 @@ from sharding.sequence_parallel.cached import (
     layer_of,
     write_tokens,
 )
-from sharding.sequence_parallel.local_attention import AttentionRules, HeldTokens, Seen
+from sharding.sequence_parallel.local_attention import (
+    AttentionRules,
+    HeldTokens,
+    LocalAttention,
+    Seen,
+)
 from sharding.sequence_parallel.reading.page_scores import (
     NUM_SUMMARIES,
     PageScore,
@@ -199,7 +204,7 @@ class PageSelectionConfig(CacheReading):
                     return self._attend_to_pages(new, cache, key_positions, rules, axes)
             keys, values = (out_of_cache(layer_of(part, new.layer), q.dtype) for part in entries)
             token_pair = HeldTokens(positions, None), HeldTokens(key_positions, None)
-            out, seen = attend_and_merge(q, keys, values, *token_pair, rules, axes)
+            out, seen = attend_and_merge(LocalAttention(q, keys, values, *token_pair, rules), axes)
             if self.evicted_share and q.shape[1] > 1:
                 operands = q, keys, key_positions, positions, token_mask, rules, axes
                 pages_kept = self._kept(
@@ -247,9 +252,10 @@ class PageSelectionConfig(CacheReading):
         slots = jnp.where(is_read[..., None] > 0, slots, jnp.int32(_NEVER)).reshape(rows, -1)
         single_queries = q.reshape(rows, 1, num_heads // heads, width)
         queries = HeldTokens(jnp.repeat(new.positions, heads, axis=0), None)
-        out, seen = attend_and_merge(
-            single_queries, keys, values, queries, HeldTokens(slots, None), rules, axes
+        attention = LocalAttention(
+            single_queries, keys, values, queries, HeldTokens(slots, None), rules
         )
+        out, seen = attend_and_merge(attention, axes)
         by_head = {name: part.reshape(batch, num_heads, 1) for name, part in seen.items()}
         return out.reshape(batch, 1, num_heads, -1), by_head, cache
 
