@@ -149,43 +149,29 @@ def stream(
         sizes = jax.sharding.get_abstract_mesh().shape
         axes = (ax.ACT_BATCH, None)
         execution.axis_rules.check_divides("prompt", (len(rows), len(rows[0])), axes, sizes)
-    arguments = model, params, rows, num_tokens, key, sampling, eos_ids, router_state, execution
-    return _stream(*arguments, at_once, programs or _compile_programs)
+    make = programs or _compile_programs
 
+    def parts() -> Iterator[np.ndarray]:
+        lengths = np.array([len(row) for row in rows], np.int32)
+        tokens = np.zeros((len(rows), _round_to(int(lengths.max()))), np.int32)
+        for row, ids in zip(tokens, rows, strict=True):
+            row[: len(ids)] = ids
+        capacity = cache_length(int(lengths.max()), num_tokens)
+        compiled = make(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
+        limits = sampling.limits(model.vocab_size)
+        keys = jax.random.split(key, _round_to(num_tokens))
+        ends = np.asarray(eos_ids, np.int32)
+        state = compiled.read(params, router_state, tokens, lengths, keys, limits, ends)
+        yield np.asarray(state.token)[:, None]
+        done = 1
+        while done < num_tokens and not (len(ends) and np.asarray(state.is_done).all()):
+            count = min(at_once, _AT_ONCE, num_tokens - done)
+            arguments = (keys, np.int32(done), np.int32(count), limits, ends)
+            state, written = compiled.write(params, router_state, state, *arguments)
+            yield np.asarray(written)[:, :count]
+            done += count
 
-def _stream(
-    model: ModelConfig,
-    params: Any,
-    rows: list[np.ndarray],
-    num_tokens: int,
-    key: Array,
-    sampling: SamplingConfig,
-    eos_ids: Sequence[int],
-    router_state: Any,
-    execution: ExecutionConfig,
-    at_once: int,
-    make: MakePrograms,
-) -> Iterator[np.ndarray]:
-    """Run the programs for checked arguments."""
-    lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), _round_to(int(lengths.max()))), np.int32)
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = ids
-    num_keys = _round_to(num_tokens)
-    capacity = cache_length(int(lengths.max()), num_tokens)
-    programs = make(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
-    limits = sampling.limits(model.vocab_size)
-    keys = jax.random.split(key, num_keys)
-    ends = np.asarray(eos_ids, np.int32)
-    state = programs.read(params, router_state, tokens, lengths, keys, limits, ends)
-    yield np.asarray(state.token)[:, None]
-    done = 1
-    while done < num_tokens and not (len(ends) and np.asarray(state.is_done).all()):
-        count = min(at_once, _AT_ONCE, num_tokens - done)
-        arguments = (keys, np.int32(done), np.int32(count), limits, ends)
-        state, written = programs.write(params, router_state, state, *arguments)
-        yield np.asarray(written)[:, :count]
-        done += count
+    return parts()
 
 
 class DecodeState(NamedTuple):

@@ -12,6 +12,7 @@ reduction over devices follows, in the dtype of the head in products.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,6 +35,18 @@ from sharding.sequence_parallel import sequence_ranks
 
 ChunkLoss = Callable[[Array, Any, Any], tuple[Array, Array | None]]
 """(hidden [B c D], head, targets and given [B c ...]) -> the loss and those of the rows [B]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenPrediction:
+    """What the head of a model predicts."""
+
+    model: ModelConfig
+    """Logit multiplier and vocabulary."""
+    execution: ExecutionConfig
+    """Dtype and placement."""
+    objective: Objective
+    """Loss of a token and range of its predictions."""
 
 
 def token_nll(
@@ -62,11 +75,9 @@ def chunked_loss(
     weight: Any,
     targets: Int[Array, "B S"],
     inputs: TokenGiven,
+    prediction: TokenPrediction,
     *,
     chunk: int,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: Objective,
     has_rows: bool,
 ) -> tuple[Float[Array, ""], Float[Array, " B"] | None]:
     """Return the sum of the losses of all tokens, and the sums of the rows without a gradient.
@@ -76,23 +87,23 @@ def chunked_loss(
         weight: Output projection [D V].
         targets: Ids of the targets.
         inputs: Other arrays of the tokens.
+        prediction: Model, execution and objective.
         chunk: Positions whose logits exist at a time; a multiple of the devices of a row.
-        model: Logit multiplier and vocabulary.
-        execution: Dtype and placement.
-        objective: Loss of a token and range of its predictions.
         has_rows: Whether to sum each row.
     """
+    execution = prediction.execution
     placement = execution.placement
+    objective = prediction.objective
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
     gathered = stream_positions(placement)
     sequence_axes = placement.mesh_axes(ax.ACT_SEQ_INNER)
     local_chunk = chunk // sequence_ranks(placement)
-    num_predicted = objective.num_predicted(model)
+    num_predicted = objective.num_predicted(prediction.model)
 
     def chunk_loss(hidden: Array, weight: Any, tokens: Any) -> tuple[Array, Array | None]:
         targets, inputs = tokens
-        logits = output_logits(hidden, weight, model, execution, is_stream=False)
+        logits = output_logits(hidden, weight, prediction.model, execution, is_stream=False)
         logits = only_predicted(logits, num_predicted, axes=vocab_axes)
         losses = objective.token_loss(token_nll(logits, targets, axes=vocab_axes), inputs)
         return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None

@@ -32,7 +32,7 @@ from jaxmoe.routing.balancers.base import of_weights
 from jaxmoe.routing.replay import EXPERTS, check_replayed
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import NextTokenConfig, Objective
-from jaxmoe.training.cross_entropy import chunk_length, chunked_loss, token_nll
+from jaxmoe.training.cross_entropy import TokenPrediction, chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
 from sharding.constrain import Placement
@@ -67,6 +67,7 @@ def summed_loss(
         The total, and the sums of the rows or None.
     """
     objective = objective or NextTokenConfig()
+    prediction = TokenPrediction(model=model, execution=execution, objective=objective)
     weights = jnp.asarray(batch.loss_weights)
     extra = jax.tree.map(jnp.asarray, batch.extra)
     targets = jnp.asarray(batch.targets)
@@ -74,19 +75,11 @@ def summed_loss(
     chunk = chunk_length(execution, hidden.shape[1])
     if chunk < hidden.shape[1]:
         return chunked_loss(
-            hidden,
-            weight,
-            targets,
-            inputs,
-            chunk=chunk,
-            model=model,
-            execution=execution,
-            objective=objective,
-            has_rows=has_rows,
+            hidden, weight, targets, inputs, prediction, chunk=chunk, has_rows=has_rows
         )
     placement = execution.placement
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
-    nll = _all_nll(hidden, weight, targets, model, execution, objective)
+    nll = _all_nll(hidden, weight, targets, prediction)
     losses = objective.token_loss(nll, jax.tree.map(partial(_place, placement, rows), inputs))
     return jnp.sum(losses), jnp.sum(losses, axis=1) if has_rows else None
 
@@ -95,12 +88,10 @@ def _all_nll(
     hidden: Float[Array, "B S D"],
     weight: Float[Array, "D V"],
     targets: Int[Array, "B S"],
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: Objective,
+    prediction: TokenPrediction,
 ) -> Float[Array, "B S"]:
     """Return the negative log-likelihood of all targets, from all logits at once."""
-    placement = execution.placement
+    placement = prediction.execution.placement
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     vocab_axes = placement.mesh_axes(ax.ACT_VOCAB)
     region = placement.region(
@@ -108,8 +99,10 @@ def _all_nll(
         in_axes=((*rows, ax.ACT_VOCAB), rows),
         out_axes=rows,
     )
-    logits = output_logits(hidden, weight, model, execution)
-    return region(only_predicted(logits, objective.num_predicted(model)), targets)
+    model = prediction.model
+    logits = output_logits(hidden, weight, model, prediction.execution)
+    num_predicted = prediction.objective.num_predicted(model)
+    return region(only_predicted(logits, num_predicted), targets)
 
 
 def token_log_probs(
@@ -146,9 +139,9 @@ def token_log_probs(
         router_state=router_state,
         order=order,
     )
-    arguments = (model, execution, objective)
+    prediction = TokenPrediction(model=model, execution=execution, objective=objective)
     targets = jnp.asarray(batch.targets)
-    log_probs = -_all_nll(output.hidden, head_weight(params, model), targets, *arguments)
+    log_probs = -_all_nll(output.hidden, head_weight(params, model), targets, prediction)
     return lay_out(log_probs, None if order is None else inverse_of(order), execution)
 
 

@@ -23,7 +23,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Scan
 from jaxmoe.models.transformer import first_stream
 from jaxmoe.training import Objective
-from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens, head_loss
+from jaxmoe.training.pipeline.head import Head, HeadLoss, HeadTokens, head_loss
 from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, cut_scan
 from sharding import axes as ax
 from sharding.pipeline.executor import Number, PipelineParts, PipelineSums
@@ -162,18 +162,16 @@ class PipelinedModel:
 
         params = self._of(scan.name for scan in scans)
         (last, total), pull_back, sums = jax.vjp(run, params, stream, has_aux=True)
-        head = "embedding" if self.model.has_tied_embeddings else "head"
-        loss, d_x = head_loss(
-            last.x,
-            self._of(("final_norm", head)),
-            jax.tree.map(lambda x: _at(x, micro), self.rows.head),
-            self.scale,
+        matrix = "embedding" if self.model.has_tied_embeddings else "head"
+        tokens = jax.tree.map(lambda x: _at(x, micro), self.rows.head)
+        head = Head(
             model=self.model,
             execution=self.execution,
             objective=self.objective,
             has_gradient=self.has_backward,
             used=self._use,
         )
+        loss, d_x = head_loss(head, last.x, self._of(("final_norm", matrix)), tokens, self.scale)
         sums = EndSums(layers=jax.lax.stop_gradient(sums), gradients=None, head=loss)
         if not self.has_backward:
             return sums, None

@@ -10,12 +10,14 @@ balance losses are the same.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -89,14 +91,16 @@ def _pipeline_sums(step: Step, state: TrainState, rows: Rows, gathered: Any) -> 
     execution = step.execution
     table = step.table
     check_compiler(execution)
+    arrays = PipelineArrays(
+        params=state.params,
+        gathered=gathered,
+        rows=_micro_batches(rows.batch, rows.accumulation, model, execution),
+        router_state=state.router_state,
+        total_weight=rows.total_weight,
+        key_data=jax.random.key_data(jax.random.fold_in(state.rng, state.step)),
+    )
     run = partial(
         _execute,
-        state.params,
-        gathered,
-        _micro_batches(rows.batch, rows.accumulation, model, execution),
-        state.router_state,
-        rows.total_weight,
-        key=jax.random.fold_in(state.rng, state.step),
         micro_batches=rows.accumulation,
         model=model,
         execution=execution,
@@ -104,10 +108,11 @@ def _pipeline_sums(step: Step, state: TrainState, rows: Rows, gathered: Any) -> 
     )
     statistics = None
     if takes_two_passes(model, step.accumulated_balance):
-        statistics = _statistics(run(has_backward=False), model, execution)
+        statistics = _statistics(run(arrays, has_backward=False), model, execution)
     paths = step.gradients.paths(rows.accumulation)
     order = None if paths is None else paths.groups_of
-    sums = run(has_backward=True, statistics=statistics, paths=order)
+    arrays = dataclasses.replace(arrays, statistics=statistics)
+    sums = run(arrays, has_backward=True, paths=order)
     grads = _gradients(sums, model)
     return GradientSums(
         grads=grads if table is None else table.select_trained(grads),
@@ -159,13 +164,14 @@ def pipeline_forward(
         context: Further [B S] arrays for routers, by name.
         micro_batches: Parts of the rows, see `held_out_parts`; their statistics are added.
     """
+    arrays = PipelineArrays(
+        params=params,
+        rows=_micro_batches(batch, micro_batches, model, execution, context),
+        router_state=router_state,
+        total_weight=jnp.ones((), jnp.float32),
+    )
     sums = _execute(
-        params,
-        None,
-        _micro_batches(batch, micro_batches, model, execution, context),
-        router_state,
-        jnp.ones((), jnp.float32),
-        key=None,
+        arrays,
         micro_batches=micro_batches,
         model=model,
         execution=execution,
@@ -224,79 +230,80 @@ def _micro_batches(
     return jax.tree.map(lambda rows: split_rows(rows, number, placement), rows)
 
 
+@typing.no_type_check
+@struct.dataclass
+class PipelineArrays:
+    """Arrays that enter the region of the stages."""
+
+    params: Any
+    """Parameters; inside, those of the staged scan are [chunks, layers of a chunk ...]."""
+    rows: MicroBatches
+    router_state: Any
+    total_weight: Float[Array, ""]
+    """Divisor of the summed loss, before its gradient."""
+    gathered: Any = None
+    """Parameters gathered once a step, or None."""
+    statistics: RouterStatistics | None = None
+    """Of the first of two passes."""
+    key_data: Array | None = None
+    """Key of the routers' noise; None without noise."""
+
+
 def _execute(
-    params: Any,
-    gathered: Any,
-    rows: MicroBatches,
-    router_state: Any,
-    total_weight: Array,
+    arrays: PipelineArrays,
     *,
-    key: Array | None,
     micro_batches: int,
     model: ModelConfig,
     execution: ExecutionConfig,
     objective: Objective,
     has_backward: bool,
-    statistics: RouterStatistics | None = None,
     train: bool = True,
     paths: Paths | None = None,
 ) -> PipelineSums:
     """Execute the pipeline; parameters are cut into chunks outside of the region."""
-    check_call(model, rows.about.context["tokens"][0], execution)
+    check_call(model, arrays.rows.about.context["tokens"][0], execution)
     stages = execution.mesh.stage
     pipeline = execution.pipeline_order
     if has_backward:
         schedule = pipeline.schedule(stages, micro_batches, paths)
     else:
         schedule = forward_schedule(stages, pipeline.chunks, micro_batches)
-    key_data = None if key is None else jax.random.key_data(key)
     scan = staged_scan(model, execution)
 
-    def run(
-        params: Any,
-        gathered: Any,
-        rows: MicroBatches,
-        router_state: Any,
-        total_weight: Array,
-        statistics: RouterStatistics | None,
-        key_data: Array | None,
-    ) -> PipelineSums:
+    def run(local: PipelineArrays) -> PipelineSums:
+        key_data = local.key_data
         pipelined = PipelinedModel(
             model=model,
             execution=execution,
             objective=objective,
-            params=params,
-            gathered=gathered,
-            rows=rows,
+            params=local.params,
+            gathered=local.gathered,
+            rows=local.rows,
             layers=Layers(
                 scan=scan,
                 model=model,
                 execution=execution,
-                router_state=router_state,
+                router_state=local.router_state,
                 key=None if key_data is None else jax.random.wrap_key_data(key_data),
                 share=1.0 / micro_batches,
-                batch_statistics=statistics,
+                batch_statistics=local.statistics,
                 train=train,
             ),
-            scale=1.0 / total_weight,
+            scale=1.0 / local.total_weight,
             has_backward=has_backward,
         )
         return pipelined.totals(
             execute(schedule, pipelined.functions(), pipelined.staged_variables)
         )
 
-    params = lay_out_params(model, params, rules=execution.axis_rules)
+    params = lay_out_params(model, arrays.params, rules=execution.axis_rules)
     chunked = _in_chunks(params, model, execution)
+    gathered = arrays.gathered
+    if gathered is not None:
+        gathered = _gathered_in_chunks(gathered, chunked, model)
     specs = _out_specs(chunked, model, execution, has_backward)
-    return region(run, axis=ax.STAGE, out_specs=specs)(
-        chunked,
-        None if gathered is None else _gathered_in_chunks(gathered, chunked, model),
-        rows,
-        router_state,
-        total_weight,
-        statistics,
-        key_data,
-    )
+    staged = dataclasses.replace(arrays, params=chunked, gathered=gathered)
+    return region(run, axis=ax.STAGE, out_specs=specs)(staged)
 
 
 def _out_specs(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import typing
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -63,32 +63,39 @@ class HeadLoss:
     are addends: their sum over stages is the gradient."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """Final norm and head of a model, and the loss behind them."""
+
+    model: ModelConfig
+    execution: ExecutionConfig
+    """`loss_chunk`, dtype and placement."""
+    objective: Objective
+    """Loss of a token and range of its predictions."""
+    has_gradient: bool
+    """Whether the gradients are computed."""
+    used: Callable[[dict[str, Any]], dict[str, Any]]
+    """Returns the parameters as products read them."""
+
+
 def head_loss(
+    head: Head,
     stream: Float[Array, "B S D"],
     params: dict[str, Any],
     tokens: HeadTokens,
     scale: Float[Array, ""],
-    *,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: Objective,
-    has_gradient: bool,
-    used: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[HeadLoss, Float[Array, "B S D"] | None]:
     """Return the loss of a micro-batch, and the gradient of the stream.
 
     Args:
+        head: Norm, head and loss.
         stream: Residual stream after the last layer, equal on all stages.
         params: Final norm, and this stage's part of the head, or of a tied embedding.
         tokens: Targets and other arrays of the tokens, in the order of the stream.
         scale: Factor on the gradients.
-        model: Model with the head.
-        execution: `loss_chunk`, dtype and placement.
-        objective: Loss of a token and range of its predictions.
-        has_gradient: Whether the gradients are computed.
-        used: Returns the parameters as products read them.
     """
     length = stream.shape[1]
+    execution = head.execution
     placement = execution.placement
     chunk = chunk_length(execution, length)
     local = -(-chunk // axis_devices(placement, ax.ACT_SEQ))
@@ -97,15 +104,15 @@ def head_loss(
     del matrix["final_norm"]
 
     def copies(matrix: dict[str, Any]) -> Array:
-        weight = head_weight(used(matrix), model).astype(execution.precision.compute_dtype)
+        weight = head_weight(head.used(matrix), head.model).astype(
+            execution.precision.compute_dtype
+        )
         return _own_copies(weight, tokens.targets, placement)
 
     weight, pull_weight = jax.vjp(copies, matrix)
 
     def part(stream: Array, tokens: HeadTokens) -> tuple[HeadLoss, Array | None]:
-        return _loss_of_positions(
-            stream, (norm, weight), tokens, scale, model, execution, objective, has_gradient, used
-        )
+        return _loss_of_positions(head, stream, (norm, weight), tokens, scale)
 
     if chunk >= length:
         total, gradient = part(stream, tokens)
@@ -182,21 +189,18 @@ def _join(parts: Array, length: int, placement: Placement) -> Array:
 
 
 def _loss_of_positions(
+    head: Head,
     stream: Array,
     params: tuple[dict[str, Any], Array],
     tokens: HeadTokens,
     scale: Array,
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    objective: Objective,
-    has_gradient: bool,
-    read_params: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[HeadLoss, Array | None]:
     """Return the same for positions whose logits exist at one time; gradients are a pair, in f32.
 
     `params` are the norm and the copies of the head.
     """
-    placement = execution.placement
+    model, objective = head.model, head.objective
+    placement = head.execution.placement
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     gathered = stream_positions(placement)
 
@@ -204,7 +208,7 @@ def _loss_of_positions(
         del batch_axes
         if gathered:
             hidden = jax.lax.all_gather(hidden, gathered, axis=1, tiled=True)
-        return output_logits(hidden, weight[0, 0], model, execution, is_stream=False)
+        return output_logits(hidden, weight[0, 0], model, head.execution, is_stream=False)
 
     product = placement.region(
         multiply,
@@ -214,8 +218,8 @@ def _loss_of_positions(
 
     def logits_of(stream: Array, params: tuple[dict[str, Any], Array]) -> Array:
         norm = RMSNorm(model.embed_dim, model.norm_epsilon)
-        hidden: Any = norm.apply({"params": read_params(params[0])["final_norm"]}, stream)
-        return product(hidden.astype(execution.precision.compute_dtype), params[1])
+        hidden: Any = norm.apply({"params": head.used(params[0])["final_norm"]}, stream)
+        return product(hidden.astype(head.execution.precision.compute_dtype), params[1])
 
     logits, pull_back = jax.vjp(logits_of, stream, params)
     num_here = logits.shape[-1]
@@ -238,7 +242,7 @@ def _loss_of_positions(
     nll = top + jnp.log(total) - chosen
     losses, pull_weights = jax.vjp(lambda nll: objective.token_loss(nll, inputs), nll)
     loss = HeadLoss(loss=jnp.sum(losses), row_loss=jnp.sum(losses, axis=1), gradients=None)
-    if not has_gradient:
+    if not head.has_gradient:
         return loss, None
     (weights,) = pull_weights(jnp.ones_like(losses) * scale)
     d_logits = weights[:, :, None] * (
