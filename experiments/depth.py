@@ -39,7 +39,6 @@ from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.contrib.layerwise.chain import Chain, layer_calls
 from jaxmoe.contrib.layerwise.depth import (
-    FREE,
     DepthMeasures,
     describe_depth,
     map_error,
@@ -148,12 +147,7 @@ def _write(
         run.plots_directory.mkdir(exist_ok=True)
     plot_depth(
         run.plots_directory / "depth.png",
-        measures.layers,
-        ratio=measures.ratio,
-        cosine=measures.cosine,
-        output=measures.output,
-        later=measures.later,
-        free=FREE,
+        measures,
         errors=errors,
         other_layers=names,
         title=findings["sentence"],

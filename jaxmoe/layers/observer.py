@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,26 @@ class Observations:
             counts=self.counts | other.counts,
             peaks=self.peaks | other.peaks,
         )
+
+
+class ExpertCall(NamedTuple):
+    """Experts of a layer with their tokens, on one device."""
+
+    tokens: Float[Array, "T D"]
+    """Activations."""
+    logits: Float[Array, "T E"]
+    """Router logits."""
+    assignments: Assignments
+    """Assignments to experts that compute."""
+    dispatch: Callable[..., tuple[Array, Array]]
+    """Dispatcher of the layer."""
+    experts: Callable[..., Array]
+    """Function of the experts."""
+    weights: dict[str, Any]
+    """Weights of the experts."""
+    expert_tensor: tuple[str, ...]
+    """Mesh axes over which the hidden units of an expert are cut, so that `experts` returns addends
+    of its outputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,30 +149,12 @@ class Observer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def experts(
-        self,
-        moe: MoEConfig,
-        tokens: Float[Array, "T D"],
-        logits: Float[Array, "T E"],
-        assignments: Assignments,
-        *,
-        dispatch: Callable[..., tuple[Array, Array]],
-        experts: Callable[..., Array],
-        weights: dict[str, Any],
-        expert_tensor: tuple[str, ...],
-    ) -> dict[str, Float[Array, "T ..."]]:
+    def experts(self, moe: MoEConfig, call: ExpertCall) -> dict[str, Float[Array, "T ..."]]:
         """Observe the experts of every token of a device, on the device.
 
         Args:
             moe: Configuration of the layer.
-            tokens: Activations.
-            logits: Router logits.
-            assignments: Assignments to experts that compute.
-            dispatch: Dispatcher of the layer.
-            experts: Function of the experts.
-            weights: Weights of the experts.
-            expert_tensor: Mesh axes over which the hidden units of an expert are cut, so that
-                `experts` returns addends of its outputs.
+            call: Experts with their tokens.
         """
 
     @abc.abstractmethod
@@ -213,7 +215,7 @@ class BriefObserver(Observer):
         """Return no names."""
         return {}
 
-    def experts(self, *arguments: Any, **options: Any) -> dict[str, Array]:
+    def experts(self, moe: MoEConfig, call: ExpertCall) -> dict[str, Array]:
         """Return no values."""
         return {}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.contrib.layerwise.depth import FREE, DepthMeasures
 from jaxmoe.optional import require
 from jaxmoe.tracking.plots import figure_of_panels, save_figure
 
@@ -19,13 +20,8 @@ _BLUE, _ORANGE, _GREY = "#2563a8", "#d97706", "#6b7280"
 
 def plot_depth(
     path: str | os.PathLike[str],
-    layers: Sequence[str],
+    measures: DepthMeasures,
     *,
-    ratio: np.ndarray,
-    cosine: np.ndarray,
-    output: np.ndarray,
-    later: np.ndarray,
-    free: float,
     errors: np.ndarray | None = None,
     other_layers: Sequence[str] = (),
     title: str = "",
@@ -34,12 +30,7 @@ def plot_depth(
 
     Args:
         path: The PNG file.
-        layers: Name of each layer [n].
-        ratio: Size of the branch over that of the stream [n].
-        cosine: Cosine of branch and stream [n].
-        output: Share of the prediction that moves without the layer [n].
-        later: Effect of the layer of the row on that of the column [n n]; NaN is left white.
-        free: Share that is drawn as a limit.
+        measures: Measures of the layers.
         errors: Relative error of linear maps to the layers of another run [n m]; None draws none.
         other_layers: Name of each layer of the other run [m].
         title: Sentence above the panels.
@@ -48,19 +39,20 @@ def plot_depth(
     width = 4.8 * columns + 0.8 * (rows - 1)
     height = 4.4 * rows
     figure, panels = figure_of_panels(width, height, rows, columns)
+    layers = measures.layers
     places = np.arange(len(layers))
-    _contributions(panels[0], places, ratio, cosine)
-    panels[1].bar(places, 100.0 * output, color=_BLUE, width=0.7)
-    panels[1].axhline(100.0 * free, color=_ORANGE, linewidth=1.2, linestyle="--")
+    _contributions(panels[0], places, measures.ratio, measures.cosine)
+    panels[1].bar(places, 100.0 * measures.output, color=_BLUE, width=0.7)
+    panels[1].axhline(100.0 * FREE, color=_ORANGE, linewidth=1.2, linestyle="--")
     panels[1].set_ylabel("change of the prediction, %")
-    panels[1].set_title(f"output without the layer (dashed: {free:.0%})")
+    panels[1].set_title(f"output without the layer (dashed: {FREE:.0%})")
     for axes in panels[:2]:
         axes.set_xlabel("layer")
         _name(axes.xaxis, layers)
     _map(
         figure,
         panels[2],
-        later,
+        measures.later,
         title="later layers without the layer",
         label="change of the branch / branch",
         names=(layers, layers),

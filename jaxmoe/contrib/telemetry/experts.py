@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -15,10 +15,9 @@ from jaxtyping import Array, Float
 from jaxmoe.contrib.telemetry.geometry import correlation, squared_norms
 from jaxmoe.contrib.telemetry.indicators import mean_cosine, unit_rows
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
-from jaxmoe.layers.observer import Observations
+from jaxmoe.layers.observer import ExpertCall, Observations
 from jaxmoe.layers.records import RoutingInputs
 from sharding import axes as ax
-from sharding.assignments import Assignments
 from sharding.constrain import Placement
 
 
@@ -41,15 +40,7 @@ def observed_axes(
 
 
 def observe_experts(
-    names: Collection[str],
-    tokens: Float[Array, "T D"],
-    logits: Float[Array, "T E"],
-    assignments: Assignments,
-    num_experts: int,
-    dispatch: Callable[..., tuple[Array, Array]],
-    experts: Callable[..., Array],
-    weights: dict[str, Any],
-    expert_tensor: tuple[str, ...] = (),
+    names: Collection[str], call: ExpertCall, num_experts: int
 ) -> dict[str, Float[Array, "T ..."]]:
     """Compute the router logits of each token and the mean cosine of its experts' outputs.
 
@@ -57,20 +48,14 @@ def observe_experts(
 
     Args:
         names: Names from `observed_axes`.
-        tokens: Activations.
-        logits: Router logits.
-        assignments: Assignments to experts that compute.
+        call: Experts with their tokens.
         num_experts: E, which marks an empty assignment.
-        dispatch: Dispatcher of the layer.
-        experts: Function of the experts.
-        weights: Weights of the experts.
-        expert_tensor: Mesh axes over which the hidden units of an expert are cut, so that `experts`
-            returns addends of its outputs.
 
     Returns:
         Values by name; `cosine` is 0 where `has_pair` is.
     """
-    tokens, logits, weights = jax.lax.stop_gradient((tokens, logits, weights))
+    tokens, logits, weights = jax.lax.stop_gradient((call.tokens, call.logits, call.weights))
+    assignments, expert_tensor = call.assignments, call.expert_tensor
     observed = {"router_max_logit": jnp.max(logits, axis=-1)}
     if "logits" in names:
         observed["logits"] = logits
@@ -79,7 +64,7 @@ def observe_experts(
     is_kept = (assignments.expert_ids < num_experts).astype(jnp.float32)
 
     def directions(weights: Any, rows: Array, group_sizes: Array) -> Array:
-        rows = experts(weights, rows, group_sizes)
+        rows = call.experts(weights, rows, group_sizes)
         if not expert_tensor:
             return unit_rows(rows)
         # Lengths are those of the sums; the dispatcher adds what the devices return.
@@ -87,7 +72,7 @@ def observe_experts(
         return jnp.where(jax.lax.axis_index(expert_tensor) == 0, unit_directions, 0.0)
 
     alike = dataclasses.replace(assignments, gates=is_kept)
-    unit_sum = dispatch(tokens, alike, directions, weights)[0].astype(jnp.float32)
+    unit_sum = call.dispatch(tokens, alike, directions, weights)[0].astype(jnp.float32)
     number = jax.ops.segment_sum(is_kept, assignments.token_ids, tokens.shape[0])
     observed["cosine"], observed["has_pair"] = mean_cosine(unit_sum, number)
     return observed

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -21,13 +20,12 @@ from jaxmoe.contrib.telemetry.routing import observe
 from jaxmoe.contrib.telemetry.step import DetailedMeasures, observe_head
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
-from jaxmoe.layers.observer import LogicalAxes, Observations, Observer
+from jaxmoe.layers.observer import ExpertCall, LogicalAxes, Observations, Observer
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.routing import RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.base import Arrays
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.step import Step
-from sharding.assignments import Assignments
 from sharding.constrain import Placement
 
 
@@ -60,30 +58,9 @@ class DetailedObserver(Observer):
         """Return the names of the logits and correlations of `experts.py`."""
         return observed_axes(moe, axes)
 
-    def experts(
-        self,
-        moe: MoEConfig,
-        tokens: Float[Array, "T D"],
-        logits: Float[Array, "T E"],
-        assignments: Assignments,
-        *,
-        dispatch: Callable[..., tuple[Array, Array]],
-        experts: Callable[..., Array],
-        weights: dict[str, Any],
-        expert_tensor: tuple[str, ...],
-    ) -> dict[str, Float[Array, "T ..."]]:
+    def experts(self, moe: MoEConfig, call: ExpertCall) -> dict[str, Float[Array, "T ..."]]:
         """Return logits and the mean cosine of the outputs, which are computed once more."""
-        return observe_experts(
-            observed_axes(moe, (None, None)),
-            tokens,
-            logits,
-            assignments,
-            moe.num_experts,
-            dispatch,
-            experts,
-            weights,
-            expert_tensor,
-        )
+        return observe_experts(observed_axes(moe, (None, None)), call, moe.num_experts)
 
     def routing(
         self,

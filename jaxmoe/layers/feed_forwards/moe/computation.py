@@ -25,7 +25,7 @@ from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout
 from jaxmoe.layers.feed_forwards.moe.slots import read_slots, write_slots
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
-from jaxmoe.layers.observer import Observer, observer_of
+from jaxmoe.layers.observer import ExpertCall, Observer, observer_of
 from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import limit
@@ -220,16 +220,16 @@ class Computation:
         self, tokens: Array, logits: Array, computed: Assignments, weights: Any, batch: int
     ) -> dict[str, Array]:
         """Return what the observer sees of every token [B s]."""
-        observed = observer_of(self.execution).experts(
-            self.moe,
-            tokens,
-            logits,
-            computed,
+        call = ExpertCall(
+            tokens=tokens,
+            logits=logits,
+            assignments=computed,
             dispatch=self._dispatcher(),
             experts=self._experts(),
             weights=weights,
             expert_tensor=self.layout.experts.expert_tensor,
         )
+        observed = observer_of(self.execution).experts(self.moe, call)
         return {
             name: value.reshape(batch, -1, *value.shape[1:]) for name, value in observed.items()
         }
