@@ -59,7 +59,7 @@ class StudyConfig:
 
     run: StudyRunConfig = StudyRunConfig()
     """Run directory and name of the study."""
-    seeds: int = 3
+    seeds: int
     """Trainings per arm; training i of every arm has the same initial values and batches."""
     schedule: ScheduleBase = LinearConfig()
     """Learning rate by step."""
@@ -73,8 +73,8 @@ class StudyConfig:
             raise ValueError(f"evaluation_batches={self.evaluation_batches} must be at least 1")
 
 
-class DirectoryConfig(Protocol):
-    """Config of a command that writes into a run directory."""
+class Destination(Protocol):
+    """Settings that say into which run directory a command writes."""
 
     @property
     def run(self) -> StudyRunConfig:
@@ -82,7 +82,7 @@ class DirectoryConfig(Protocol):
         ...
 
 
-Config = TypeVar("Config", bound=DirectoryConfig)
+Config = TypeVar("Config", bound=Destination)
 
 
 @runtime_checkable

@@ -53,6 +53,8 @@ class OuterConfig(StudyConfig):
     methods: tuple[str, ...] = ()
     """Names in jaxmoe.training.replicas.REPLICAS, or alone: one worker without exchange. All when
     empty."""
+    seeds: int = 3
+    """Trainings per method; training i of every method has the same initial values and batches."""
     workers: int = 4
     """Workers that share a batch."""
     every: int = 30

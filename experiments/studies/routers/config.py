@@ -44,6 +44,9 @@ class RoutersConfig(StudyConfig):
     """Names in jaxmoe.routing.METHODS; all of them when empty."""
     baseline: str = "mixtral"
     """Method that the others are paired with."""
+    seeds: int = 3
+    """Trainings per method; training i of every method has the same initial values (router
+    apart) and the same batches."""
     model: ModelConfig = _SHORT_MODEL
     """Model; a method replaces parts of model.moe."""
     corpus: SourceKind = CorpusConfig()

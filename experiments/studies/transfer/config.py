@@ -68,6 +68,8 @@ class TransferConfig(StudyConfig):
     extend: int = 2
     """Further rates to try where the best is the first or the last, or where the largest point
     lacks the smallest one's best."""
+    seeds: int = 3
+    """Trials at each rate; trial i of every point has the same key and order of data."""
     budget: float | None = None
     """Minutes for all trials on this machine. Sets training.steps once, from the measured time
     of a step at each point; None leaves training.steps as given."""

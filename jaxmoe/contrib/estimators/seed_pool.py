@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
@@ -27,17 +28,18 @@ from flax import struct
 from jaxtyping import Array, Float, Key
 
 from jaxmoe.contrib.estimators.noise import noise_sum
-from jaxmoe.contrib.estimators.passes import gradients_with, prepare, table_of
+from jaxmoe.contrib.estimators.passes import check_forward, gradients_with, prepare, table_of
 from jaxmoe.contrib.estimators.spsa import (
-    DirectionalGradients,
+    PLAIN_DESCENT,
     Ends,
+    check_epsilon,
     clip_derivatives,
     paired_losses,
     slopes_of,
 )
 from jaxmoe.data.batch import Batch
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.estimators.base import StepGradients
+from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.state import TrainState
 from sharding.constrain import place_like
 
@@ -63,22 +65,29 @@ class SeedSums:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SeedPoolConfig(DirectionalGradients):
+class SeedPoolConfig(Gradients):
     """Derivatives along directions from a fixed pool of seeds (FedKSeed)."""
 
     name: ClassVar[str] = "seed_pool"
+    clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
+    is_backward: ClassVar[bool] = False
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
+    brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
 
     seeds: int = 4096
     """Seeds in the pool."""
+    directions: int = 1
+    """Seeds drawn per step, each with two forward passes."""
     epsilon: float = 5e-4
     """Distance of each pass from the parameters, in standard deviations of the noise."""
     choice: Literal["uniform", "weighted"] = "uniform"
     """Probability of a seed: uniform, or weighted by the mean size of its derivatives so far."""
 
     def __post_init__(self):
-        DirectionalGradients.__post_init__(self)
-        if self.seeds < 1:
-            raise ValueError(f"training.gradients.seeds={self.seeds} must be at least 1")
+        for field in ("seeds", "directions"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"training.gradients.{field}={value} must be at least 1")
+        check_epsilon(self.epsilon)
 
     def init(self, table: ParameterTable) -> SeedSums:
         """Return sums of zero."""
@@ -106,6 +115,15 @@ class SeedPoolConfig(DirectionalGradients):
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
         return StepGradients(weight, gradients_with(grads, pairs), state=_add(sums, drawn, slopes))
+
+    @property
+    def num_passes(self) -> float:
+        """Cost of a step in forward passes."""
+        return 2.0 * self.directions
+
+    def check(self, step: Step) -> None:
+        """Refuse what forward passes of a view cannot compute; see `check_forward`."""
+        check_forward(step, self.name)
 
     def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""

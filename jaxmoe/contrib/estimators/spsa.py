@@ -77,9 +77,10 @@ class Ends:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DirectionalGradients(Gradients):
-    """Base of derivatives along directions, each from two forward passes."""
+class SPSAConfig(Gradients):
+    """Derivatives along random directions, from forward passes only (MeZO)."""
 
+    name: ClassVar[str] = "spsa"
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
     is_backward: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
@@ -89,32 +90,15 @@ class DirectionalGradients(Gradients):
     """Random directions per step, each with two forward passes."""
     epsilon: float = 1e-3
     """Distance of each pass from the parameters, in standard deviations of the noise."""
+    payload: Literal["mean", "float32", "byte"] = "mean"
+    """What replicas exchange for each direction. mean: they share the direction, and losses are
+    averaged; float32: each has its own direction and rows, and sends its derivative; byte: the
+    same, as an 8-bit integer with one shared scale."""
 
     def __post_init__(self):
         if self.directions < 1:
             raise ValueError(f"training.gradients.directions={self.directions} must be at least 1")
         check_epsilon(self.epsilon)
-
-    @property
-    def num_passes(self) -> float:
-        """Cost of a step in forward passes."""
-        return 2.0 * self.directions
-
-    def check(self, step: Step) -> None:
-        """Refuse what forward passes of a view cannot compute; see `check_forward`."""
-        check_forward(step, self.name)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SPSAConfig(DirectionalGradients):
-    """Derivatives along random directions, from forward passes only (MeZO)."""
-
-    name: ClassVar[str] = "spsa"
-
-    payload: Literal["mean", "float32", "byte"] = "mean"
-    """What replicas exchange for each direction. mean: they share the direction, and losses are
-    averaged; float32: each has its own direction and rows, and sends its derivative; byte: the
-    same, as an 8-bit integer with one shared scale."""
 
     def compute(
         self, step: Step, state: TrainState, batch: Batch, first_row: Any = 0
@@ -131,6 +115,15 @@ class SPSAConfig(DirectionalGradients):
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
         return StepGradients(weight, gradients_with(grads, pairs))
+
+    @property
+    def num_passes(self) -> float:
+        """Cost of a step in forward passes."""
+        return 2.0 * self.directions
+
+    def check(self, step: Step) -> None:
+        """Refuse what forward passes of a view cannot compute; see `check_forward`."""
+        check_forward(step, self.name)
 
     def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""

@@ -23,7 +23,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Scan
 from jaxmoe.models.transformer import first_stream
 from jaxmoe.training import Objective
-from jaxmoe.training.pipeline.head import Head, HeadLoss, HeadTokens, head_loss
+from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens, PipelineHead, head_loss
 from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, cut_scan
 from sharding import axes as ax
 from sharding.pipeline.executor import Number, PipelineParts, PipelineSums
@@ -164,7 +164,7 @@ class PipelinedModel:
         (last, total), pull_back, sums = jax.vjp(run, params, stream, has_aux=True)
         matrix = "embedding" if self.model.has_tied_embeddings else "head"
         tokens = jax.tree.map(lambda x: _at(x, micro), self.rows.head)
-        head = Head(
+        head = PipelineHead(
             model=self.model,
             execution=self.execution,
             objective=self.objective,

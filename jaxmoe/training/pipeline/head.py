@@ -64,7 +64,7 @@ class HeadLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
+class PipelineHead:
     """Final norm and head of a model, and the loss behind them."""
 
     model: ModelConfig
@@ -79,7 +79,7 @@ class Head:
 
 
 def head_loss(
-    head: Head,
+    head: PipelineHead,
     stream: Float[Array, "B S D"],
     params: dict[str, Any],
     tokens: HeadTokens,
@@ -189,7 +189,7 @@ def _join(parts: Array, length: int, placement: Placement) -> Array:
 
 
 def _loss_of_positions(
-    head: Head,
+    head: PipelineHead,
     stream: Array,
     params: tuple[dict[str, Any], Array],
     tokens: HeadTokens,
