@@ -256,20 +256,19 @@ def initial_router_state(model: ModelConfig) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _RowCuts:
-    """An execution with other sizes of its mesh, for the rows of `jaxmoe.combinations`.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _RowCuts(ExecutionConfig):
+    """An execution with the sizes by which the current mesh cuts rows, for checks alone."""
 
-    Attributes:
-        execution: Its other fields; its fold belongs to its own mesh, and need not fit the sizes.
-        mesh: Sizes by which the current mesh cuts rows.
-    """
+    def __post_init__(self):
+        """Check nothing: the fold belongs to the mesh of the config, and need not fit these."""
 
-    execution: ExecutionConfig
-    mesh: MeshConfig
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.execution, name)
+    @classmethod
+    def of(cls, execution: ExecutionConfig, mesh: MeshConfig) -> _RowCuts:
+        """Return an execution with other sizes of its mesh."""
+        fields = dataclasses.fields(ExecutionConfig)
+        values: dict[str, Any] = {field.name: getattr(execution, field.name) for field in fields}
+        return cls(**values | {"mesh": mesh})
 
 
 def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
@@ -293,7 +292,7 @@ def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) ->
     seq = axis_devices(placement, ax.ACT_SEQ_INNER)
     tensor = max(execution.mesh.tensor, axis_devices(placement, ax.ACT_SEQ) // seq)
     sizes = dataclasses.replace(execution.mesh, seq=seq, tensor=tensor)
-    combinations.check(model=model, execution=_RowCuts(execution, sizes))
+    combinations.check(model=model, execution=_RowCuts.of(execution, sizes))
     check_dispatcher(
         model.moe,
         execution,
