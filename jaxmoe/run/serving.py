@@ -222,6 +222,7 @@ def open_executor(
                 f" run.mesh={checkpoint.mesh}: leave it out, or serve one folded run"
             )
         model, params, chats = _adapt(loaded)
+    # Not `backend.executor`, which is for one device: `kind` alone takes a mesh and adapters.
     executor = kind(
         model,
         params,

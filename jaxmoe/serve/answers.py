@@ -59,11 +59,11 @@ class Ended:
     """Mean seconds of each further token."""
 
 
-Answer = Generated | Ended
+AnswerEvent = Generated | Ended
 """Event of a stream."""
 
 
-def whole_experts(events: Sequence[Answer]) -> np.ndarray | None:
+def whole_experts(events: Sequence[AnswerEvent]) -> np.ndarray | None:
     """Return the experts [tokens L K] of prompt and answer, but for the last token of the answer.
 
     These are the inputs of a training row, whose targets are the tokens behind them.

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jaxmoe.generation.text import TextCodec
-from jaxmoe.serve.answers import Answer, TextStream
+from jaxmoe.serve.answers import AnswerEvent, TextStream
 from jaxmoe.serve.backend import Executor as Executor
 from jaxmoe.serve.config import EngineConfig as EngineConfig
 from jaxmoe.serve.config import InstancesConfig
@@ -136,7 +136,7 @@ class Engine:
         category: str = "",
         priority: int = 0,
         after: AnswerStream | None = None,
-        on_event: Callable[[Answer], None] | None = None,
+        on_event: Callable[[AnswerEvent], None] | None = None,
     ) -> AnswerStream:
         """Queue a request and return the stream of its events.
 
@@ -196,7 +196,7 @@ class Engine:
             prompt: Token ids.
             sampling: How the answers are drawn.
             number: Number of answers.
-            **given: Further arguments of `submit`.
+            **options: Further arguments of `submit`.
         """
         ids = tuple(prompt)
         leader = self.submit(ids, sampling, **options)

@@ -8,7 +8,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
-from jaxmoe.serve.answers import Answer, Ended, Generated, TextStream
+from jaxmoe.serve.answers import AnswerEvent, Ended, Generated, TextStream
 from jaxmoe.serve.requests import End, Request, Token
 
 
@@ -19,13 +19,13 @@ class AnswerStream:
         self,
         request: Request,
         text: TextStream,
-        on_event: Callable[[Answer], None] | None,
+        on_event: Callable[[AnswerEvent], None] | None,
         cancel: Callable[[int], None],
     ):
         self.request = request
         self._text = text
         self._cancel = cancel
-        self._events: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[AnswerEvent] = queue.SimpleQueue()
         self._on_event = on_event or self._events.put
         self._submitted = time.monotonic()
         self._first: float | None = None
@@ -49,7 +49,7 @@ class AnswerStream:
         """Whether a stop string has ended the text."""
         return self._text.is_stopped
 
-    def __iter__(self) -> Iterator[Answer]:
+    def __iter__(self) -> Iterator[AnswerEvent]:
         while True:
             event = self._events.get()
             yield event

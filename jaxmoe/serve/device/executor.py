@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,14 +33,14 @@ from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request, Result, check_numbers
-from jaxmoe.serve.step import EngineStep
+from jaxmoe.serve.step import EngineStep, Work
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import PageTables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Program:
-    """One compiled shape of a step."""
+class StepShape:
+    """Shape of a step, of which the executor has a program."""
 
     pieces: tuple[int, int]
     """Number and length of the pieces beside the single tokens."""
@@ -48,6 +48,16 @@ class Program:
     """Tokens of a sequence that attention reads."""
     seconds: float = 0.0
     """Time of compilation."""
+
+
+class PlacedWork(NamedTuple):
+    """Work of a step, and its place in the arrays."""
+
+    work: Work
+    row: int
+    """Row of the tables and of the results."""
+    first: int
+    """Place of its first token."""
 
 
 class ModelExecutor:
@@ -103,6 +113,7 @@ class ModelExecutor:
         self._move = make_transfers(self.execution)
         self.reset()
         self.programs = tuple(self._compile(shape) for shape in self._shapes())
+        """Shapes whose programs are compiled."""
 
     def load(self, params: Any, router_state: Any = None) -> None:
         """Go on with other parameters of the same model; called between requests.
@@ -152,7 +163,7 @@ class ModelExecutor:
     @property
     def compile_seconds(self) -> float:
         """Time of compilation of all programs."""
-        return sum(program.seconds for program in self.programs)
+        return sum(shape.seconds for shape in self.programs)
 
     def run(self, step: EngineStep) -> dict[int, Result]:
         """Compute a step, and return the tokens of the sequences that draw one.
@@ -165,21 +176,21 @@ class ModelExecutor:
         """
         with self._in_mesh():
             self._transfer(step)
-            pieces = self.config.shapes.fitting([len(piece.tokens) for piece in step.pieces])
+            pieces = self.config.shapes.fitting([len(work.tokens) for work in step.pieces])
             assert pieces is not None  # `check` has compared the plan with the shapes
-            longest = max((piece.start + len(piece.tokens) for piece in step.works), default=0)
+            longest = max((work.start + len(work.tokens) for work in step.works), default=0)
             length = next(n for n in self.config.context_lengths if n >= longest)
-            inputs, rows = self._inputs(step, Program(pieces, length))
+            inputs, placed = self._inputs(step, StepShape(pieces, length))
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
             fetched = jax.device_get(outputs)
         if fetched.load is not None:
             self._load = fetched.load + (0 if self._load is None else self._load)
         if fetched.experts is not None:
-            for work, _, at in rows:
-                self._experts.write(work, fetched.experts[:, at : at + len(work.tokens)])
+            for work, _, first in placed:
+                self._experts.write(work, fetched.experts[:, first : first + len(work.tokens)])
         return {
             work.id: result_of(fetched, work, row, self._experts.read(work))
-            for work, row, _ in rows
+            for work, row, _ in placed
             if work.draws
         }
 
@@ -255,27 +266,31 @@ class ModelExecutor:
                 f" {', '.join(self.adapters) or 'none'}"
             )
 
-    def temp_bytes(self, program: Program) -> int:
-        """Return the bytes of temporaries of a program, as its compiler plans them."""
+    def temp_bytes(self, shape: StepShape) -> int:
+        """Return the bytes of temporaries of the program of a shape, as its compiler plans them.
+
+        Args:
+            shape: One of `programs`.
+        """
         with self._in_mesh():
-            inputs, _ = self._inputs(_EMPTY, program)
+            inputs, _ = self._inputs(_EMPTY, shape)
             arguments = (self._params, self._router_state, self._pools, inputs)
             analysis: Any = self._step.lower(*arguments).compile().memory_analysis()  # pyright: ignore
         return analysis.temp_size_in_bytes
 
-    def _shapes(self) -> Iterator[Program]:
+    def _shapes(self) -> Iterator[StepShape]:
         pieces = ((0, 0), *self.config.shapes.pieces)
         for piece_shape, length in itertools.product(pieces, self.config.context_lengths):
-            yield Program(piece_shape, length)
+            yield StepShape(piece_shape, length)
 
-    def _compile(self, program: Program) -> Program:
-        """Compile a program by computing padding alone."""
+    def _compile(self, shape: StepShape) -> StepShape:
+        """Compile the program of a shape by computing padding alone."""
         start_time = time.perf_counter()
         with self._in_mesh():
-            inputs, _ = self._inputs(_EMPTY, program)
+            inputs, _ = self._inputs(_EMPTY, shape)
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
             jax.block_until_ready(outputs)
-        return dataclasses.replace(program, seconds=time.perf_counter() - start_time)
+        return dataclasses.replace(shape, seconds=time.perf_counter() - start_time)
 
     def _transfer(self, step: EngineStep) -> None:
         """Move pages before the work: on the device, to host memory, and back."""
@@ -293,41 +308,41 @@ class ModelExecutor:
         self.moved_bytes += host_bytes(host_arrays)
         self.num_transfers += num_transfers(len(pages))
 
-    def _inputs(self, step: EngineStep, program: Program) -> tuple[StepInputs, list[Any]]:
-        """Return the arrays of a step, and (work, row of the tables, first token) of each part."""
-        config, (pieces, length) = self.config, program.pieces
+    def _inputs(self, step: EngineStep, shape: StepShape) -> tuple[StepInputs, list[PlacedWork]]:
+        """Return the arrays of a step, and where its works lie in them."""
+        config, (pieces, length) = self.config, shape.pieces
         singles = config.shapes.singles
         size = config.page_size
-        rows = singles + pieces
-        width = num_pages(program.context_length, size)
+        num_rows = singles + pieces
+        width = num_pages(shape.context_length, size)
         tokens = np.zeros(singles + pieces * length, np.int32)
         positions = np.full(len(tokens), -1, np.int32)
         slots = np.full(len(tokens), config.num_pages * size, np.int32)
-        tables = np.zeros((rows, width), np.int32)
-        last, seeds, counts = (np.zeros(rows, np.int32) for _ in range(3))
-        limits = no_limits(rows, self.model.vocab_size)
-        placed = [(single, row, row) for row, single in enumerate(step.singles)]
+        tables = np.zeros((num_rows, width), np.int32)
+        last, seeds, indices = (np.zeros(num_rows, np.int32) for _ in range(3))
+        limits = no_limits(num_rows, self.model.vocab_size)
+        placed = [PlacedWork(work, row, row) for row, work in enumerate(step.singles)]
         placed += [
-            (single, singles + number, singles + number * length)
-            for number, single in enumerate(step.pieces)
+            PlacedWork(work, singles + number, singles + number * length)
+            for number, work in enumerate(step.pieces)
         ]
         wants_top = False
         numbers = {name: i for i, name in enumerate(self.adapters)}
         adapters = np.full(len(tokens), -1, np.int32) if numbers else None
-        for work, row, at in placed:
-            end = at + len(work.tokens)
+        for work, row, first in placed:
+            end = first + len(work.tokens)
             where = work.start + np.arange(len(work.tokens))
             pages = np.asarray(work.pages, np.int32)
-            tokens[at:end], positions[at:end] = work.tokens, where
-            slots[at:end] = pages[where // size] * size + where % size
+            tokens[first:end], positions[first:end] = work.tokens, where
+            slots[first:end] = pages[where // size] * size + where % size
             tables[row, : min(len(pages), width)] = pages[:width]
-            last[row], counts[row], seeds[row] = end - 1, work.index, work.sampling.seed
+            last[row], indices[row], seeds[row] = end - 1, work.index, work.sampling.seed
             set_limits(limits, row, work.sampling)
             if adapters is not None:
-                adapters[at:end] = numbers.get(work.adapter, -1)
+                adapters[first:end] = numbers.get(work.adapter, -1)
             wants_top |= work.draws and work.sampling.num_logprobs > 0
         split = PageTables(slots, tables[:singles], tables[singles:])
-        arrays = (tokens, positions, split, last, seeds, counts, limits, np.bool_(wants_top))
+        arrays = (tokens, positions, split, last, seeds, indices, limits, np.bool_(wants_top))
         return StepInputs(*arrays, adapters), placed
 
     def _laid_out(self, params: Any) -> Any:

@@ -50,8 +50,8 @@ class StepInputs(NamedTuple):
     """Place in the row of the last token of each sequence."""
     seeds: Int[Any, " N"]
     """Seed of each request."""
-    counts: Int[Any, " N"]
-    """Number of tokens that the request has been given before."""
+    indices: Int[Any, " N"]
+    """Number of the token that each request is given, from 0: those it has been given before."""
     limits: Limits
     """Temperatures and filters [N]."""
     wants_top: Any
@@ -144,10 +144,10 @@ def make_step(
 def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutputs:
     """Return the next tokens with their log-probabilities."""
 
-    def key_of(seed: Array, count: Array) -> Array:
-        return jax.random.fold_in(jax.random.key(seed), count)
+    def key_of(seed: Array, index: Array) -> Array:
+        return jax.random.fold_in(jax.random.key(seed), index)
 
-    keys = jax.vmap(key_of)(inputs.seeds, inputs.counts)
+    keys = jax.vmap(key_of)(inputs.seeds, inputs.indices)
     tokens = choose_each(logits, keys, inputs.limits)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     token_logprobs = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]

@@ -108,7 +108,9 @@ class Form(abc.ABC):
             choices: Answers that have ended.
             counts: Counts of tokens.
         """
-        written = [self._whole(choice) | self._end(choice, choice.tokens) for choice in choices]
+        written = [
+            self._whole(choice) | self._shared_fields(choice, choice.tokens) for choice in choices
+        ]
         return self._head | {"object": self.kind, "choices": written, "usage": counts}
 
     def chunk(self, choice: AnswerChoice, new: str, tokens: Sequence[Generated]) -> dict[str, Any]:
@@ -119,7 +121,7 @@ class Form(abc.ABC):
             new: Text of the part.
             tokens: Tokens of the part.
         """
-        written = self._part(choice, new) | self._end(choice, tokens)
+        written = self._part(choice, new) | self._shared_fields(choice, tokens)
         choice.has_begun = True
         return self._head | {"object": self.chunk_kind, "choices": [written]}
 
@@ -127,11 +129,12 @@ class Form(abc.ABC):
         """Return the object that ends a stream with the counts of tokens."""
         return self._head | {"object": self.chunk_kind, "choices": [], "usage": counts}
 
-    def _end(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
+    def _shared_fields(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
+        """Return the fields that whole answers and their parts have on every route."""
         reason = None if choice.ended is None else choice.ended.reason
         logprobs = None if self._asked.num_logprobs is None else self._logprobs(choice, tokens)
-        end = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
-        return end | self._of_tokens(choice, tokens)
+        fields = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
+        return fields | self._of_tokens(choice, tokens)
 
     def _of_tokens(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the ids and experts of tokens, as far as they are asked for."""

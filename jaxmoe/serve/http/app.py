@@ -193,11 +193,11 @@ class Endpoint:
         watch = asyncio.create_task(_cancel_when_gone(request, answers))
         try:
             await answers.begin()
-            if not completion.streams:
+            if not completion.is_streamed:
                 await _collect(answers, choices)
         finally:
             watch.cancel()
-        if completion.streams:
+        if completion.is_streamed:
             body = _stream(answers, choices, completion, form)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=headers)

@@ -59,7 +59,7 @@ class Asked:
     sampling: Sampling
     stop: tuple[str, ...]
     """Strings that end an answer."""
-    streams: bool
+    is_streamed: bool
     """Whether answers are sent while they grow."""
     has_usage: bool
     """Whether a stream ends with the counts of tokens."""
@@ -157,8 +157,8 @@ def _read_request(
         prompts: Token ids.
         num_logprobs: Alternatives of each token.
         limits: Fields of the largest number of tokens; the first that is given holds.
-        default: Tokens without any of them; None is all that a prompt leaves. `Answers` gives a
-            prompt no more than it leaves.
+        default: Tokens without any of them; None is all that a prompt leaves. The instance ends
+            an answer when prompt and answer have `Facts.max_length` tokens.
     """
     model = fields.text("model", served.name)
     adapter = served.adapter_of(model)
@@ -202,7 +202,7 @@ def _read_request(
         number=fields.integer("n", 1, 1, _MOST_ANSWERS),
         sampling=sampling,
         stop=fields.texts("stop", _MOST_STOPS),
-        streams=fields.flag("stream"),
+        is_streamed=fields.flag("stream"),
         has_usage=options.flag("include_usage"),
         num_logprobs=num_logprobs,
         has_token_ids=fields.flag("return_token_ids"),

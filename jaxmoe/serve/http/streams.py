@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator
 
-from jaxmoe.serve.answers import Answer, Ended
+from jaxmoe.serve.answers import AnswerEvent, Ended
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.errors import HTTPError
@@ -31,9 +31,9 @@ class Answers:
             HTTPError: The engine cannot compute it.
         """
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, AnswerEvent]] = asyncio.Queue()
         self._streams: list[AnswerStream] = []
-        self._first: tuple[int, Answer] | None = None
+        self._first: tuple[int, AnswerEvent] | None = None
         self._open = completion.number * len(completion.prompts)
         try:
             for prompt in completion.prompts:
@@ -45,10 +45,9 @@ class Answers:
     def _submit(self, engine: Engine, completion: Asked, prompt: tuple[int, ...]) -> None:
         """Submit one prompt; its other answers wait for the first, to share its pages."""
         leader: AnswerStream | None = None
-        most = min(completion.sampling.max_tokens, engine.facts.max_length - len(prompt))
         for number in range(completion.number):
             seed = completion.sampling.seed + number
-            sampling = dataclasses.replace(completion.sampling, seed=seed, max_tokens=most)
+            sampling = dataclasses.replace(completion.sampling, seed=seed)
             stream = engine.submit(
                 prompt,
                 sampling,
@@ -73,7 +72,7 @@ class Answers:
         self.cancel()
         raise failure(event)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Answer]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerEvent]]:
         while self._open:
             number, event = self._first or await self._events.get()
             self._first = None
@@ -85,7 +84,7 @@ class Answers:
         for stream in self._streams:
             stream.cancel()
 
-    def _put(self, number: int, event: Answer) -> None:
+    def _put(self, number: int, event: AnswerEvent) -> None:
         """Pass an event on; called in the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))

@@ -25,7 +25,7 @@ from tests.support.serving import MODEL, SIZES, executor, params
 def test_programs_are_compiled_at_the_start_and_copy_no_pages_and_no_experts():
     """Temporaries of a step do not grow with the pool, nor with the experts of a layer."""
     found = executor()
-    assert [(one.pieces, one.context_length) for one in found.programs] == [
+    assert [(shape.pieces, shape.context_length) for shape in found.programs] == [
         ((0, 0), 32),
         ((2, 5), 32),
     ]
@@ -38,8 +38,8 @@ def test_programs_are_compiled_at_the_start_and_copy_no_pages_and_no_experts():
     larger = ModelExecutor(wide, params(wide), config=big)
     stack = params(wide)["moe_blocks_0"]["moe"]["experts"]
     experts = sum(leaf.nbytes for leaf in jax.tree.leaves(stack)) / wide.num_layers
-    for program in larger.programs:
-        assert larger.temp_bytes(program) < min(larger.pool_bytes / 10, experts / 2)
+    for shape in larger.programs:
+        assert larger.temp_bytes(shape) < min(larger.pool_bytes / 10, experts / 2)
 
 
 def test_weights_of_layers_apart_are_the_stacked_ones():
