@@ -194,5 +194,5 @@ def _losses(moe: MoEConfig, output: Any, inputs: RouterInputs) -> list[Array]:
         extra = extra | balancer.observe(output, inputs)
     statistics = dataclasses.replace(output.statistics, extra=extra)
     stacked = jax.tree.map(lambda leaf: leaf[None], statistics)
-    num_free = moe.num_routed - moe.num_experts
+    num_free = moe.num_zero_computation
     return [balancer.loss(stacked, num_free=num_free) for balancer in balancers]

@@ -51,7 +51,7 @@ from jaxmoe.models.loop import run_scans
 from jaxmoe.models.stacks import Scan
 from jaxmoe.models.token_checks import check_tokens
 from jaxmoe.routing import RouterStatistics
-from jaxmoe.routing.balancers import of_statistics
+from jaxmoe.routing.balancers import statistics_losses
 from sharding import axes as ax
 from sharding.constrain import Placement, surroundings
 from sharding.mesh import MeshConfig
@@ -72,8 +72,6 @@ class Output:
     training those of the adapter too."""
     statistics: RouterStatistics | None
     """Routing statistics of the global batch, stacked over MoE layers; None for a dense model."""
-    router_state: Any
-    """Router state as given; routers change it in `update`, once per optimiser step."""
     hidden: Float[Array, "B S D"]
     """Hidden states after the final norm."""
     cache: Cache | None
@@ -177,7 +175,6 @@ class Transformer(nn.Module):
             logits=output_logits(read, weight, model, execution) if has_logits else None,
             losses=balance_losses(model, statistics) | jax.tree.map(jnp.sum, losses),
             statistics=statistics,
-            router_state=router_state,
             hidden=x,
             cache=caches,
             observations=observations,
@@ -238,11 +235,8 @@ def balance_losses(
     """
     if model.moe is None or statistics is None:
         return {}
-    num_free = model.moe.num_routed - model.moe.num_experts
-    return {
-        balancer.name: balancer.loss(statistics, num_free=num_free)
-        for balancer in of_statistics(model.moe.balancers)
-    }
+    moe = model.moe
+    return statistics_losses(moe.balancers, statistics, num_free=moe.num_zero_computation)
 
 
 def initial_router_state(model: ModelConfig) -> Any:

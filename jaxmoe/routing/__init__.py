@@ -6,7 +6,7 @@
 adds a router step by step.
 
 To add a router: a file in `jaxmoe/routing/routers/` with its config (extends `base.RouterBase`) and
-its router (extends `routers.linear.StatelessRouter`, or returns one of a family), its row under
+its router (extends `routers.linear.SizedRouter`, or returns one of a family), its row under
 `router` in `jaxmoe/catalog/layers.py`, a row in ROUTER_CASES of `tests/support/routers.py`.
 """
 

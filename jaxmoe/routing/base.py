@@ -165,7 +165,7 @@ class RouterInputs:
     """Inputs of `route`."""
 
     x: Float[Array, "T D"]
-    """Normed activations; the router casts to f32."""
+    """Normed activations: f32 in a layer; a router casts those of other callers to f32."""
     token_mask: Bool[Array, " T"]
     """False for padding, which gets no expert and enters no statistic."""
     segment_ids: Int[Array, " T"]

@@ -27,7 +27,7 @@ from jaxmoe.run.plan import RunPlan, check_mesh, make_plan
 from jaxmoe.training.accumulation import accumulation_of
 from jaxmoe.training.feed import Feed, LoaderFeed
 from jaxmoe.training.parts.update import Update
-from jaxmoe.training.replicas import OneWorker
+from jaxmoe.training.replicas import WorkerGroup
 from jaxmoe.training.state import TrainState, initializer
 from jaxmoe.training.step import Step
 from sharding.distributed import batch_part, global_batch
@@ -91,14 +91,14 @@ class Assembly:
         Args:
             rows: Rows of the batch.
         """
-        repacking = self.loader.repacking if self.reads_rows else None
+        repacking = self.loader.repacking if self.reads_data else None
         if repacking is not None:
             return repacking.micro_batches
         training = self.plan.config.training
         return accumulation_of(rows, training.batch_size, training.accumulation)
 
     @functools.cached_property
-    def workers(self) -> OneWorker:
+    def workers(self) -> WorkerGroup:
         """Who trains: one worker that all devices share, or several that exchange something."""
         config = self.plan.config
         return config.replicas.make_workers(
@@ -160,7 +160,7 @@ class Assembly:
         return dataclasses.replace(shapes, params=params)
 
     @property
-    def reads_rows(self) -> bool:
+    def reads_data(self) -> bool:
         """Whether steps are taken on rows of the data, not on batches that the run makes."""
         return self.plan.config.rl is None
 

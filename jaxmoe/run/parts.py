@@ -32,7 +32,7 @@ from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.config import PretrainConfig, RunPartConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.lineage import shared_lineage
-from jaxmoe.run.restore import Begun, PlacedSource
+from jaxmoe.run.restore import PlacedSource, StartingPoint
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import shapes_of
 from jaxmoe.training.hooks import Hook
@@ -97,7 +97,7 @@ class RunPart:
         """Return sources of a state, with their places among those of `restore.SOURCES`."""
         return ()
 
-    def record(self, start: Begun) -> None:
+    def record(self, start: StartingPoint) -> None:
         """Write what belongs to the state to the run directory; the first process writes."""
 
     def heading(self, assembly: Assembly) -> Sequence[str]:
@@ -109,10 +109,10 @@ class RunPart:
         del assembly
         return ()
 
-    def restore(self, start: Begun) -> None:
+    def restore(self, start: StartingPoint) -> None:
         """Note the state that the run begins with, or goes on with after a rollback."""
 
-    def join(self, start: Begun, compile_step: Callable[[], None]) -> Begun:
+    def join(self, start: StartingPoint, compile_step: Callable[[], None]) -> StartingPoint:
         """Return the state to begin with, where the run takes its place among others.
 
         Args:
@@ -272,7 +272,7 @@ class TimeLimit(RunPart):
         self._stop = stop
         self._end: float | None = None
 
-    def restore(self, start: Begun) -> None:
+    def restore(self, start: StartingPoint) -> None:
         """Begin the time, unless this was a rollback."""
         del start
         if self._end is None:

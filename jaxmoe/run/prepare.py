@@ -22,7 +22,7 @@ from jaxmoe.run.provenance.lineage import check_config, config_check, record_sou
 from jaxmoe.run.provenance.saved import keep_tokenizer
 from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.run.reporter import check_packages
-from jaxmoe.run.restore import Begun, Lineage, Place, read_skipped
+from jaxmoe.run.restore import Continuation, Place, StartingPoint, read_skipped
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.stopwatch import RESTORE, START
 from sharding.coordination import barrier
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """A leased run directory with the state to continue from."""
 
-    start: Begun
+    start: StartingPoint
     checkpoints: CheckpointManager
     parts: list[RunPart]
     """What the run does beside its steps."""
@@ -93,13 +93,13 @@ def prepare(
     sources = [source for part in parts for source in part.sources()]
     config_of_run = dataclasses.replace(assembly.plan.config, model=assembly.plan.model)
     agrees = config_check(directory, config_of_run, extends)
-    lineage = Lineage(assembly.loader, read_skipped(directory), agrees)
+    continuation = Continuation(assembly.loader, read_skipped(directory), agrees)
     # Initial values of a new run belong to its start.
     keeps = any(place is Place.NEWER for place, _ in sources)
     restores = checkpoints.latest_step() is not None or keeps
     kind = RESTORE if restores or config.checkpoint.initial is not None else START
     with supervision.stopwatch.on(kind):
-        start = lineage.restore_or_start(assembly, checkpoints, sources=sources)
+        start = continuation.restore_or_start(assembly, checkpoints, sources=sources)
     for part in parts:
         resources.callback(part.close)
     for part in parts:

@@ -37,7 +37,7 @@ from sharding.distributed import on_first, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Begun:
+class StartingPoint:
     """State from which a run, or the part after a rollback, begins."""
 
     assembly: Assembly
@@ -63,7 +63,7 @@ class Place(enum.IntEnum):
     NEW = 4
 
 
-class Lineage:
+class Continuation:
     """Checkpoints that a run may continue from, and the data that follow each.
 
     Args:
@@ -85,7 +85,7 @@ class Lineage:
         """Loader that continues the checkpoint checked last, or a new run."""
 
     def check(self, manifest: CheckpointManifest) -> None:
-        """Accept a checkpoint of this lineage; for `CheckpointManager.restore_newest`.
+        """Accept a checkpoint to continue from; for `CheckpointManager.restore_newest`.
 
         Args:
             manifest: Manifest of the checkpoint.
@@ -105,7 +105,7 @@ class Lineage:
         check_position(manifest.data, self.loader.position(manifest.step))
 
     def check_own(self, manifest: CheckpointManifest) -> None:
-        """Accept a checkpoint of this run, or of this lineage if the config is not compared.
+        """Accept a checkpoint of this run, or any that it may continue if configs are not compared.
 
         Args:
             manifest: Manifest of the checkpoint.
@@ -124,8 +124,8 @@ class Lineage:
         *,
         sources: Sequence[PlacedSource] = (),
         target: Any = None,
-    ) -> Begun:
-        """Return the newest valid state of this lineage, or a new one.
+    ) -> StartingPoint:
+        """Return the newest valid state that the run may continue from, or a new one.
 
         Args:
             assembly: Plan, devices and data of the run.
@@ -135,7 +135,7 @@ class Lineage:
                 is drawn only where none is restored: the devices may hold but one.
         """
         search = Search(
-            lineage=self,
+            continuation=self,
             assembly=assembly,
             checkpoints=checkpoints,
             shapes=assembly.state_shapes() if target is None else target,
@@ -153,7 +153,7 @@ class Lineage:
 class Search:
     """Where a state is looked for, and what it must fit."""
 
-    lineage: Lineage
+    continuation: Continuation
     assembly: Assembly
     checkpoints: CheckpointManager
     shapes: Any
@@ -170,13 +170,15 @@ class Search:
 
     def with_data(
         self, step: int, state: TrainState, origin: str | None, source: LineageSource | None = None
-    ) -> Begun:
+    ) -> StartingPoint:
         """Return a state with the data that follow it."""
-        assembly = dataclasses.replace(self.assembly, loader=self.lineage.loader)
-        return Begun(assembly=assembly, step=step, state=state, origin=origin, source=source)
+        assembly = dataclasses.replace(self.assembly, loader=self.continuation.loader)
+        return StartingPoint(
+            assembly=assembly, step=step, state=state, origin=origin, source=source
+        )
 
 
-def from_checkpoint(search: Search) -> Begun | None:
+def from_checkpoint(search: Search) -> StartingPoint | None:
     """Return the newest valid checkpoint.
 
     Raises:
@@ -187,7 +189,7 @@ def from_checkpoint(search: Search) -> Begun | None:
     try:
         restored = checkpoints.restore_newest(
             search.shapes,
-            check=search.lineage.check_own,
+            check=search.continuation.check_own,
             is_strict=config.safeguards.on_damage == "stop",
             counts_steps=True,
         )
@@ -203,17 +205,17 @@ def from_checkpoint(search: Search) -> Begun | None:
     return search.with_data(step, state, f"step {step} from {checkpoints.directory}")
 
 
-def from_branch(search: Search) -> Begun | None:
+def from_branch(search: Search) -> StartingPoint | None:
     """Return a checkpoint of another run, of which this run is a branch."""
     initial = search.config.initial
     if initial is None or initial.state != "all":
         return None
-    source, state = branched_state(search.assembly, search.shapes, search.lineage.check)
+    source, state = branched_state(search.assembly, search.shapes, search.continuation.check)
     origin = f"step {source.step} from {source.path}, of which this run is a branch"
     return search.with_data(source.step, state, origin, source)
 
 
-def from_initial(search: Search) -> Begun | None:
+def from_initial(search: Search) -> StartingPoint | None:
     """Return a new state with the parameters of another run or model."""
     if search.config.initial is None:
         return None
@@ -233,12 +235,12 @@ def first_state(assembly: Assembly) -> TrainState:
     return state
 
 
-def from_seed(search: Search) -> Begun | None:
+def from_seed(search: Search) -> StartingPoint | None:
     """Return a new state."""
     return search.with_data(0, search.assembly.new_state(), None)
 
 
-PlacedSource = tuple[Place, Callable[[Search], Begun | None]]
+PlacedSource = tuple[Place, Callable[[Search], StartingPoint | None]]
 """Place of a source, and the source: it returns a state, or None."""
 
 SOURCES: tuple[PlacedSource, ...] = (

@@ -43,7 +43,7 @@ from jaxmoe.data import Batch, Loader
 from jaxmoe.disk import DiskGuard, replace_file
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.restore import Lineage
+from jaxmoe.run.restore import Continuation
 from sharding.distributed import agree
 
 
@@ -124,7 +124,7 @@ def without_refused(
     directory: RunDirectory,
     assembly: Assembly,
     refused: tuple[int, int],
-) -> Lineage | None:
+) -> Continuation | None:
     """Write the data of refused steps, and return the states that go on without them.
 
     Args:
@@ -133,8 +133,8 @@ def without_refused(
         refused: First and last of the refused steps.
 
     Returns:
-        The lineage without the rows of these steps; None if the run cannot go back: for the last
-        time it did, or jobs that share its batches do not go back with it.
+        How the run continues without the rows of these steps; None if it cannot go back: for the
+        last time it did, or jobs that share its batches do not go back with it.
     """
     loader = assembly.loader
     dump_batches(directory, loader, refused)
@@ -144,8 +144,8 @@ def without_refused(
     return _jump(directory, loader, refused)
 
 
-def _jump(directory: RunDirectory, loader: Loader, refused: tuple[int, int]) -> Lineage | None:
-    """Record skipped rows and return the lineage without them; None if they cannot be recorded."""
+def _jump(directory: RunDirectory, loader: Loader, refused: tuple[int, int]) -> Continuation | None:
+    """Record skipped rows, and return how to continue without them; None if that fails."""
     first, last = refused
     loader = loader.without_steps(first - 1, last - 1)  # step n reads batch n - 1
     problem = None
@@ -157,7 +157,7 @@ def _jump(directory: RunDirectory, loader: Loader, refused: tuple[int, int]) -> 
     if agree(problem is not None):
         logger.warning("the run cannot go back: %s", problem or "the first process says why")
         return None
-    return Lineage(loader, loader.skipped)
+    return Continuation(loader, loader.skipped)
 
 
 def rollback_message(

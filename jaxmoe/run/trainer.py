@@ -100,7 +100,7 @@ class Trainer:
                 if not (self._restore() and self._join()):
                     return
                 self._open(resources)
-                self._begin_loop(self._begun.assembly, self._begun.step, self._begun.state)
+                self._begin_loop(self._start.assembly, self._start.step, self._start.state)
                 while True:
                     metrics = self._advance()
                     if metrics is not None:
@@ -136,7 +136,7 @@ class Trainer:
             prepared = prepare(
                 self._config, self._directory, self._supervision, extends=self._extends
             )
-        start = self._begun = prepared.start
+        start = self._start = prepared.start
         self._checkpoints = prepared.checkpoints
         self._parts = prepared.parts
         self._step = start.step
@@ -151,13 +151,13 @@ class Trainer:
         """Let the parts take their place among other runs; False if one of them cannot."""
         try:
             for part in self._parts:
-                self._begun = part.join(self._begun, self._compile)
+                self._start = part.join(self._start, self._compile)
         except LeaseLostError:
             raise
         except EndRunError as error:
             self.result = TrainResult(
                 status=cast(Status, error.status),
-                step=self._begun.step,
+                step=self._start.step,
                 checkpoint_step=self._checkpoints.latest_step(),
                 message=str(error),
             )
@@ -166,7 +166,7 @@ class Trainer:
 
     def _open(self, resources: contextlib.ExitStack) -> None:
         """Open the files of the metrics, compile the step, and wait for the other processes."""
-        start = self._begun
+        start = self._start
         with configuration_errors(), self._directory.usable():
             reporter = Reporter(
                 self._name, self._directory, start.assembly, start.step, self._parts
@@ -192,7 +192,7 @@ class Trainer:
         self._watchdog.beat("compiling")
         say("compiling the training step ...")
         started = time.perf_counter()
-        start = self._begun
+        start = self._start
         with self._stopwatch.on(COMPILE):
             self._compiled = compile_steps(start.assembly, start.step, start.state)
         self._compiled_from = start.step
@@ -278,11 +278,11 @@ class Trainer:
         """Go on from an earlier step without the data of those refused; False if that cannot be."""
         assembly = self._assembly
         refused = self._loop.refused
-        if refused is None or not assembly.reads_rows:
+        if refused is None or not assembly.reads_data:
             return False
         self._checkpoints.check_held()  # the next line writes
-        lineage = without_refused(self._directory, assembly, refused)
-        if lineage is None:
+        continuation = without_refused(self._directory, assembly, refused)
+        if continuation is None:
             return False
         shapes = shapes_of(self._loop.state)
         del self._loop  # so that the device holds one state only
@@ -290,7 +290,7 @@ class Trainer:
         self._watchdog.beat("restoring")
         with configuration_errors(), self._stopwatch.on(RESTORE):
             sources = [source for part in self._parts for source in part.sources()]
-            start = lineage.restore_or_start(
+            start = continuation.restore_or_start(
                 assembly, self._checkpoints, sources=sources, target=shapes
             )
         for part in self._parts:
@@ -332,7 +332,7 @@ class Trainer:
             "compile_seconds": self._compile_seconds,
             "wall_seconds": time.perf_counter() - self._started,
             "checkpoint_step": self._checkpoint_step,
-            "restored_from": self._begun.origin,
+            "restored_from": self._start.origin,
             "profile": str(trace.directory) if trace is not None and trace.is_written else None,
             "parts": {name: row for part in self._parts for name, row in part.rows().items()},
         }

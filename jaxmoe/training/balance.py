@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the losses of balancers whose scope is the whole step, over micro-batches.
+"""Balances the experts of a step: losses over its micro-batches, and new router state.
 
 A loss of the global batch is a function l(S) of statistics S summed over all its tokens. With
 accumulation, micro-batch i has only its own S_i. Two forms:
@@ -20,7 +20,7 @@ Source of `buffer`: arXiv 2501.11873, algorithm 1.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from jaxtyping import Array, Float
 
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing import RouterStatistics
-from jaxmoe.routing.balancers import StatisticsBalancer, of_statistics
+from jaxmoe.routing.balancers import StatisticsBalancer, of_statistics, statistics_losses
+from jaxmoe.training.state import TrainState
 
 AccumulatedBalance = Literal["buffer", "two_pass"]
 
@@ -56,14 +57,13 @@ def buffered_losses(
         statistics: Statistics of this micro-batch, differentiable.
         before: Sum over the previous micro-batches; None for the first.
     """
-    wide = statistics
+    if model.moe is None:
+        return {}
+    wide = None
     if before is not None:
         wide = dataclasses.replace(statistics, counts=statistics.counts + before.counts)
-    losses = {}
-    for balancer in _balancers(model):
-        is_wide = balancer.traits.scope == "global"
-        losses[balancer.name] = _loss(model, balancer, wide if is_wide else statistics)
-    return losses
+    moe = model.moe
+    return statistics_losses(moe.balancers, statistics, wide, num_free=moe.num_zero_computation)
 
 
 def linearized_losses(
@@ -96,6 +96,25 @@ def linearized_losses(
     return losses
 
 
+def update_routers(
+    model: ModelConfig, state: TrainState, statistics: RouterStatistics | None
+) -> Any:
+    """Return the router state of every MoE layer after a step.
+
+    Routers without state, the default, have nothing to update: the state is returned as it is, as
+    for a model without MoE layers.
+
+    Args:
+        model: Model with the routers.
+        state: State before the step.
+        statistics: Statistics of the whole batch; None without MoE layers.
+    """
+    if model.moe is None or statistics is None or not jax.tree.leaves(state.router_state):
+        return state.router_state
+    router = model.moe.build_router(model.embed_dim)
+    return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)
+
+
 def _balancers(model: ModelConfig) -> tuple[StatisticsBalancer, ...]:
     return () if model.moe is None else of_statistics(model.moe.balancers)
 
@@ -104,4 +123,4 @@ def _loss(
     model: ModelConfig, balancer: StatisticsBalancer, statistics: RouterStatistics
 ) -> Float[Array, ""]:
     assert model.moe is not None  # it has balancers
-    return balancer.loss(statistics, num_free=model.moe.num_routed - model.moe.num_experts)
+    return balancer.loss(statistics, num_free=model.moe.num_zero_computation)

@@ -147,7 +147,7 @@ def compute_gradients(
     ) -> tuple[Array, tuple[Array, dict[str, Array], Any, Any, Any]]:
         params = trained if table is None else table.merge(trained, state.params)
         nll, rows, output = _forward(
-            step, params, state, micro, gathered, has_rows=step.reads_rows, view=view
+            step, params, state, micro, gathered, has_rows=step.reads_row_losses, view=view
         )
         loss = nll / total_weight
         losses = output.losses
@@ -156,6 +156,8 @@ def compute_gradients(
             losses = {name: share * value for name, value in losses.items()} | wide
         else:
             if output.statistics is not None:
+                # In place of the model's losses, which know the tokens of this micro-batch alone:
+                # those of the whole batch also count the tokens of the micro-batches before.
                 losses = losses | buffered_losses(model, output.statistics, other_statistics)
             losses = {name: share * value for name, value in losses.items()}
         head = observer_of(step.execution).head(params, output.hidden, micro.batch, step)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who trains a run: the base class of the field `replicas`, and its member without workers.
 
-A method of training with workers extends `ReplicasKind`, and its `make_workers` returns an
-`OneWorker` that exchanges something. To add one: its config, and its row under `replicas` in
+A method of training with workers extends `ReplicasKind`, and its `make_workers` returns a
+`WorkerGroup` that exchanges something. To add one: its config, and its row under `replicas` in
 `jaxmoe/catalog/runs.py`; those of jaxmoe are in `jaxmoe/contrib/slow_links`.
 """
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from jaxmoe.training.step import CheckedStep, Step
 
 
-class OneWorker:
-    """One worker, whose state all devices share.
+class WorkerGroup:
+    """Workers of a run; this base class is one worker, whose state all devices share.
 
     Args:
         number: Parts of a batch whose losses are compared, those of groups of devices.
@@ -105,7 +105,7 @@ class ReplicasKind(ABC):
         *,
         steps: int,
         job: tuple[int, int] | None,
-    ) -> OneWorker:
+    ) -> WorkerGroup:
         """Return who trains a run.
 
         Args:
@@ -153,10 +153,10 @@ class SynchronousConfig(ReplicasKind):
         *,
         steps: int,
         job: tuple[int, int] | None,
-    ) -> OneWorker:
+    ) -> WorkerGroup:
         """Return one worker, which compares the losses of the groups of devices."""
         del mesh, table, step_of, steps, job
-        return OneWorker(sizes.batch_shards)
+        return WorkerGroup(sizes.batch_shards)
 
 
 REPLICAS = Registry("replicas")

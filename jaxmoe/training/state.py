@@ -15,12 +15,10 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
-from jaxmoe.data.batch import check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.optim.groups import train_only
-from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import init_params, lay_out, parameter_table
 from jaxmoe.scaling.parameterization import Parameterization
 from jaxmoe.training.guard import no_norms
@@ -159,8 +157,8 @@ def state_around(
     states = {}
     if optimizer is not None:
         if model.adapter is not None:
-            estimator_state = jax.random.fold_in(key, 3)
-            params = model.adapter.begin(params, model.layer_numbers, estimator_state)
+            adapter_key = jax.random.fold_in(key, 3)
+            params = model.adapter.begin(params, model.layer_numbers, adapter_key)
         optimizer = trained_part(model, optimizer)
         trained = params if model.adapter is None else parameter_table(model).select_trained(params)
         trained = jax.device_put(trained, jax.memory.Space.Device)
@@ -203,16 +201,6 @@ def trained_part(
     return optimizer if model.adapter is None else train_only(parameter_table(model), optimizer)
 
 
-def update_routers(
-    model: ModelConfig, state: TrainState, statistics: RouterStatistics | None
-) -> Any:
-    """Return the new router state of every MoE layer from the statistics of the step."""
-    if model.moe is None or statistics is None or not jax.tree.leaves(state.router_state):
-        return state.router_state
-    router = model.moe.build_router(model.embed_dim)
-    return jax.vmap(router.update, in_axes=(0, 0, None))(state.router_state, statistics, state.step)
-
-
 def layers_on_host(model: ModelConfig, execution: ExecutionConfig) -> frozenset[str]:
     """Return the names of the scans whose parameters lie in host memory; see
     `OffloadConfig.parameters`."""
@@ -236,22 +224,3 @@ def _move(opt_state: Any, execution: ExecutionConfig, where: jax.memory.Space) -
         return opt_state
     # Counters stay on the device: a program cannot branch or index by values in host memory.
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where) if leaf.ndim else leaf, opt_state)
-
-
-class CheckedStep:
-    """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
-
-    def __init__(self, jitted: Any, vocab_size: int):
-        self._jitted = jitted
-        self._vocab_size = vocab_size
-        self._has_run = False
-        self.lower = jitted.lower
-        self.trace = jitted.trace
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Return the next state and metrics."""
-        if not isinstance(state, TrainState):
-            raise ValueError(f"state has type {type(state).__name__}: give that of init_state")
-        check_batch(batch, self._vocab_size, has_ids=not self._has_run)
-        self._has_run = True
-        return self._jitted(state, batch)

@@ -37,7 +37,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import NextTokenConfig, Objective
-from jaxmoe.training.balance import AccumulatedBalance
+from jaxmoe.training.balance import AccumulatedBalance, update_routers
 from jaxmoe.training.estimators.backprop import BackpropConfig
 from jaxmoe.training.estimators.base import Gradients, StepGradients
 from jaxmoe.training.guard import (
@@ -58,15 +58,9 @@ from jaxmoe.training.parts.base import (
     run_update,
 )
 from jaxmoe.training.parts.measures import MEASURES
+from jaxmoe.training.parts.update import CheckedStep as CheckedStep
 from jaxmoe.training.parts.update import Clipped, Update, UpdatedParams, update_of, update_params
-from jaxmoe.training.state import (
-    GRADIENTS,
-    TrainState,
-    model_parts,
-    trained_part,
-    update_routers,
-)
-from jaxmoe.training.state import CheckedStep as CheckedStep
+from jaxmoe.training.state import GRADIENTS, TrainState, model_parts, trained_part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,9 +132,9 @@ class Step:
         return self.update or update_of(self.execution)
 
     @property
-    def reads_rows(self) -> bool:
+    def reads_row_losses(self) -> bool:
         """Whether a part reads the losses of single rows, `GradientSums.row_nll`."""
-        return any(part.reads_rows for part in self.chain)
+        return any(part.reads_row_losses for part in self.chain)
 
     def without(self, name: str) -> Step:
         """Return the step without one of its parts.

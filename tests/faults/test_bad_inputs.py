@@ -38,7 +38,7 @@ from jaxmoe.data.loader import check_claims
 from jaxmoe.data.synthetic import SyntheticSource
 from jaxmoe.data.tokenizer import IdsConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.restore import Lineage
+from jaxmoe.run.restore import Continuation
 from sharding.rules import DATA_PARALLEL
 from tests.support.runs import ROOT, flags
 
@@ -239,7 +239,7 @@ def never_trains(monkeypatch):
     def start(*_, **__):
         pytest.fail("the first state was reached")
 
-    monkeypatch.setattr(Lineage, "restore_or_start", start)
+    monkeypatch.setattr(Continuation, "restore_or_start", start)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

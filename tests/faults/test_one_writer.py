@@ -25,7 +25,7 @@ from jaxmoe.checkpoint import CheckpointManager, LeaseLostError, load_checkpoint
 from jaxmoe.resilience.lease import STALE, Host, Lease
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import Reporter
-from jaxmoe.run.restore import Lineage
+from jaxmoe.run.restore import Continuation
 from tests.support.runs import ROOT, flags
 
 HEARTBEAT = 0.1
@@ -276,7 +276,7 @@ def test_a_run_that_was_taken_over_before_it_begins_ends(tmp_path, capsys, monke
         thief.acquire(steal=True)
         raise LeaseLostError
 
-    monkeypatch.setattr(Lineage, "restore_or_start", restore)
+    monkeypatch.setattr(Continuation, "restore_or_start", restore)
     try:
         command = flags(tmp_path / "run", 3, "--run.lock.heartbeat", "60")
         assert pretrain.main(command) == ExitCode.TAKEN_OVER

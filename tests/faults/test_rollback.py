@@ -15,7 +15,7 @@ from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.data import DataError, Loader, MarkovConfig, SkippedRows
 from jaxmoe.resilience import stop
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.restore import Lineage, read_skipped
+from jaxmoe.run.restore import Continuation, read_skipped
 from jaxmoe.run.trainer import Trainer
 from tests.support.faults import poisoned, read_batches
 from tests.support.ports import free_port
@@ -179,16 +179,16 @@ def manifest(data: dict, step: int) -> CheckpointManifest:
 def test_which_checkpoints_continue_a_run():
     jumped = SkippedRows(((8, 24),))
     early, late = loader().position(5), loader().position(10)
-    lineage = Lineage(loader(), jumped)
-    lineage.check(manifest(early, 5))
-    assert lineage.loader.skipped == jumped, "the file tells of what comes"
-    lineage.check(manifest(loader().position(8), 8))
+    continuation = Continuation(loader(), jumped)
+    continuation.check(manifest(early, 5))
+    assert continuation.loader.skipped == jumped, "the file tells of what comes"
+    continuation.check(manifest(loader().position(8), 8))
     with pytest.raises(CheckpointAbandonedError, match="step 10 has read rows that the run has"):
-        lineage.check(manifest(late, 10))
+        continuation.check(manifest(late, 10))
     after = loader().without_steps(8, 10).position(10)
     assert after["skipped"] == [[8, 24]]
-    lineage.check(manifest(after, 10))
-    lost = Lineage(loader(), SkippedRows())
+    continuation.check(manifest(after, 10))
+    lost = Continuation(loader(), SkippedRows())
     lost.check(manifest(after, 10))
     assert lost.loader.skipped == jumped, "the file was lost, and the checkpoint knows"
     with pytest.raises(DataError, match="must be a list of"):
@@ -205,7 +205,7 @@ def test_other_data_than_the_checkpoint_has_read_are_refused():
          "in the checkpoint, 9 now"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=line):
-            Lineage(other, SkippedRows()).check(saved)
+            Continuation(other, SkippedRows()).check(saved)
     jumping = loader().without_steps(2, 3)
     whole = jumping.batch(7).tokens
     for count in (2, 4):
@@ -229,8 +229,8 @@ def test_abandoned_steps_alone_begin_anew(tmp_path, caplog):
     manager = CheckpointManager(tmp_path)
     state = {"x": np.zeros((2,), np.float32)}
     assert manager.save(3, state, config={}, data=loader().position(3)) and manager.finish()
-    lineage = Lineage(loader(), SkippedRows(((0, 24),)))
-    assert manager.restore_newest(state, check=lineage.check) is None
+    continuation = Continuation(loader(), SkippedRows(((0, 24),)))
+    assert manager.restore_newest(state, check=continuation.check) is None
     manager.close()
     assert (tmp_path / "damaged" / "3").is_dir() and "set aside" in caplog.text
 

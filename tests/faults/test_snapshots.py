@@ -30,7 +30,7 @@ from jaxmoe.resilience.processes_config import ProcessesConfig
 from jaxmoe.resilience.shared_memory import SNAPSHOTS
 from jaxmoe.run.assemble import assemble
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.restore import Lineage
+from jaxmoe.run.restore import Continuation
 from jaxmoe.run.supervision import library_supervision
 from sharding import MeshConfig, make_mesh
 from tests.support.runs import ROOT, flags, logged_losses, saved_leaves
@@ -318,8 +318,8 @@ def test_a_snapshot_wins_where_it_is_as_new_as_the_checkpoints(
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
 
     def begin():
-        lineage = Lineage(assembly.loader, SkippedRows())
-        found = lineage.restore_or_start(assembly, checkpoints, sources=snapshots.sources())
+        continuation = Continuation(assembly.loader, SkippedRows())
+        found = continuation.restore_or_start(assembly, checkpoints, sources=snapshots.sources())
         snapshots.restore(found)
         return found
 

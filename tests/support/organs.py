@@ -50,7 +50,8 @@ REASONS: Final[dict[str, str]] = {
     " products of a dtype of its own, as one of another package may",
     "ReplicasKind.adapt": "only the plan makes optimisers, before workers; 1-bit Adam receives its"
     " momentum from them",
-    "StepPart.reads_rows": "backpropagation keeps the losses of rows only where a part reads them",
+    "StepPart.reads_row_losses": "backpropagation keeps the losses of rows only where a part reads"
+    " them",
     # Runs.
     "RunPart.flush": "records of steps are written before the state that a restart goes on from",
     "RunPart.join": "a site compiles first and joins the others last, when nothing can fail any"

@@ -10,7 +10,7 @@ from jaxmoe.contrib.ensembles.partition import Partition
 from jaxmoe.data import Source
 from jaxmoe.disk import replace_file
 from jaxmoe.run.parts import ConfiguredPart
-from jaxmoe.run.restore import Begun
+from jaxmoe.run.restore import StartingPoint
 
 
 def partition_of(source: Source) -> Partition | None:
@@ -21,7 +21,7 @@ def partition_of(source: Source) -> Partition | None:
 class KeptPartition(ConfiguredPart):
     """Writes the centroids of a run's data."""
 
-    def record(self, start: Begun) -> None:
+    def record(self, start: StartingPoint) -> None:
         """Write the centroids, unless they are there.
 
         Raises:

@@ -45,6 +45,7 @@ from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.metrics import StepMetrics
 from jaxmoe.training.parts.update import (
+    CheckedStep,
     Clipped,
     Inputs,
     Update,
@@ -52,7 +53,7 @@ from jaxmoe.training.parts.update import (
     UpdatedState,
     trained_modules,
 )
-from jaxmoe.training.state import CheckedStep, TrainState
+from jaxmoe.training.state import TrainState
 from sharding.constrain import place_like
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ from jaxmoe.optim.steps import LayerwiseTransformation
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.host_arrays import is_on_host
 from jaxmoe.training.parts.update import (
+    CheckedStep,
     Inputs,
     Update,
     UpdatedState,
@@ -48,7 +49,7 @@ from jaxmoe.training.parts.update import (
     state_owners,
     trained_modules,
 )
-from jaxmoe.training.state import CheckedStep, TrainState
+from jaxmoe.training.state import TrainState
 
 if TYPE_CHECKING:
     from jaxmoe.training.step import Step

@@ -31,7 +31,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import ConfiguredPart
-from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
+from jaxmoe.run.restore import Place, PlacedSource, Search, StartingPoint
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import SEPARATOR, flatten, unpack
 from jaxmoe.training.state import TrainState
@@ -66,7 +66,7 @@ class ReplicasPart(ConfiguredPart):
         return {"replicas": self._description}
 
 
-def _from_other_workers(search: Search) -> Begun | None:
+def _from_other_workers(search: Search) -> StartingPoint | None:
     """Return the newest checkpoint if it has another number of workers than the run."""
     newest = search.checkpoints.latest_step()
     if newest is None or not search.is_start:
@@ -74,7 +74,7 @@ def _from_other_workers(search: Search) -> Begun | None:
     state = with_other_workers(search.assembly, search.checkpoints, newest, search.shapes)
     if state is None:
         return None
-    search.lineage.check_own(search.checkpoints.shared_manifest(newest))
+    search.continuation.check_own(search.checkpoints.shared_manifest(newest))
     return search.with_data(newest, state, f"step {newest}, with other workers")
 
 

@@ -46,7 +46,7 @@ from jaxmoe.run.compile import CompiledStep
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
-from jaxmoe.run.restore import Begun
+from jaxmoe.run.restore import StartingPoint
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.training.state import TrainState
 from sharding.mesh import MeshConfig
@@ -102,7 +102,7 @@ class Site(RunPart):
         _check_site(config, site, config.execution.mesh.resolve(len(setting.devices)))
         return replace(setting, job=(site.member % site.of, site.of))
 
-    def restore(self, start: Begun) -> None:
+    def restore(self, start: StartingPoint) -> None:
         """Find the other sites, which this one has not joined yet."""
         assembly = start.assembly
         state = start.state
@@ -125,7 +125,7 @@ class Site(RunPart):
             self._rounds = connect(self._config, sizes, check=self._check)
         self._is_connected = True
 
-    def join(self, start: Begun, compile_step: Callable[[], None]) -> Begun:
+    def join(self, start: StartingPoint, compile_step: Callable[[], None]) -> StartingPoint:
         """Take the site's place among the others, with their state or its own.
 
         All is compiled before, and what can fail has failed: the others do not wait long for an

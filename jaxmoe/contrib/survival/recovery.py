@@ -61,7 +61,7 @@ from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
 from jaxmoe.run.plan import by_updates, make_plan
 from jaxmoe.run.provenance.lineage import Event, add_event, read_lineage, shared_lineage
-from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
+from jaxmoe.run.restore import Place, PlacedSource, Search, StartingPoint
 from jaxmoe.run.supervision import Supervision
 from jaxmoe.state_tree import SEPARATOR, pack, unpack
 from jaxmoe.training.parts.base import StepPart
@@ -394,7 +394,7 @@ class Replacement(RunPart):
         """Return the newest damaged checkpoint, if what it lost is to be replaced."""
         return ((Place.LOST, _from_damaged),) if self._replaces else ()
 
-    def record(self, start: Begun) -> None:
+    def record(self, start: StartingPoint) -> None:
         """Record what was replaced, if anything."""
         if start.changes and jax.process_index() == 0:
             event = Event(event=AVERAGED, step=start.step, changes=start.changes)
@@ -407,19 +407,19 @@ class Replacement(RunPart):
         return {"averaged": replaced} if replaced else {}
 
 
-def _from_damaged(search: Search) -> Begun | None:
+def _from_damaged(search: Search) -> StartingPoint | None:
     """Return the newest damaged checkpoint, of which what was lost is replaced."""
     assembly = search.assembly
     averaged = restore_averaged(
         search.checkpoints.damaged_directory,
         assembly.new_state(),
         assembly.plan.table,
-        search.lineage.check_own,
+        search.continuation.check_own,
     )
     return None if averaged is None else begun_with(search, averaged)
 
 
-def begun_with(search: Search, averaged: Averaged) -> Begun:
+def begun_with(search: Search, averaged: Averaged) -> StartingPoint:
     """Return a state with parts that were replaced, and a higher learning rate after its step.
 
     Args:

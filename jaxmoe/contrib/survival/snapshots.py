@@ -32,7 +32,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FREE_FIELDS, PretrainConfig, RunPartConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
-from jaxmoe.run.restore import Begun, Place, PlacedSource, Search
+from jaxmoe.run.restore import Place, PlacedSource, Search, StartingPoint
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.state import TrainState
@@ -115,7 +115,7 @@ class Snapshots(RunPart):
         older = (Place.LOST, functools.partial(self._older, self._store))
         return (newest, older) if self._averages else (newest,)
 
-    def restore(self, start: Begun) -> None:
+    def restore(self, start: StartingPoint) -> None:
         """Delete the snapshots, unless the run begins with one."""
         del start
         if self._store is not None and self._restored is None:
@@ -148,7 +148,7 @@ class Snapshots(RunPart):
         if self._store is not None:
             self._store.finish()
 
-    def _newest(self, store: SnapshotStore, search: Search) -> Begun | None:
+    def _newest(self, store: SnapshotStore, search: Search) -> StartingPoint | None:
         """Return a snapshot at least as new as the newest checkpoint, of which none is read then.
 
         A run that goes back has deleted its snapshots.
@@ -156,7 +156,7 @@ class Snapshots(RunPart):
         if not search.is_start:
             return None
         newest = agree(search.checkpoints.latest_step() or 0)
-        check = search.lineage.check_own
+        check = search.continuation.check_own
         restored = store.restore_newest(search.shapes, at_least=newest, check=check)
         if restored is not None:
             return self._begun(store, search, restored)
@@ -164,12 +164,12 @@ class Snapshots(RunPart):
             store.keep_only(None)
         return None
 
-    def _older(self, store: SnapshotStore, search: Search) -> Begun | None:
+    def _older(self, store: SnapshotStore, search: Search) -> StartingPoint | None:
         """Return a snapshot older than checkpoints that are lost, or one that lost processes."""
         if not search.is_start:
             return None
         state = search.assembly.new_state()
-        check = search.lineage.check_own
+        check = search.continuation.check_own
         restored = store.restore_newest(state, check=check)
         if restored is not None:
             return self._begun(store, search, restored)
@@ -179,7 +179,7 @@ class Snapshots(RunPart):
         store.keep_only(None)
         return None if averaged is None else begun_with(search, averaged)
 
-    def _begun(self, store: SnapshotStore, search: Search, restored: Restored) -> Begun:
+    def _begun(self, store: SnapshotStore, search: Search, restored: Restored) -> StartingPoint:
         """Return the state of a snapshot, and keep no other."""
         self._restored = restored.step
         store.keep_only(restored.step)

@@ -5,6 +5,7 @@ from jaxmoe.routing.balancers.base import StatisticsBalancer as StatisticsBalanc
 from jaxmoe.routing.balancers.base import WeightsBalancer as WeightsBalancer
 from jaxmoe.routing.balancers.base import of_statistics as of_statistics
 from jaxmoe.routing.balancers.base import of_weights as of_weights
+from jaxmoe.routing.balancers.base import statistics_losses as statistics_losses
 from jaxmoe.routing.balancers.coupling import CouplingConfig as CouplingConfig
 from jaxmoe.routing.balancers.heterogeneous import (
     HeterogeneousBalanceConfig as HeterogeneousBalanceConfig,

@@ -119,6 +119,30 @@ def of_statistics(balancers: Iterable[Any]) -> tuple[StatisticsBalancer, ...]:
     return tuple(balancer for balancer in balancers if balancer.reads == "statistics")
 
 
+def statistics_losses(
+    balancers: Iterable[Any],
+    statistics: RouterStatistics,
+    batch_statistics: RouterStatistics | None = None,
+    *,
+    num_free: int = 0,
+) -> dict[str, Float[Array, ""]]:
+    """Return the weighted loss, summed over layers, of each balancer that reads statistics.
+
+    Args:
+        balancers: Balancers; those that read weights are left out.
+        statistics: Statistics of a micro-batch, stacked over layers.
+        batch_statistics: Statistics of all tokens so far, for balancers with scope `global`; those
+            of the micro-batch when None.
+        num_free: Number of experts without computation, which have the last ids.
+    """
+    wide = statistics if batch_statistics is None else batch_statistics
+    losses = {}
+    for balancer in of_statistics(balancers):
+        read = wide if balancer.traits.scope == "global" else statistics
+        losses[balancer.name] = balancer.loss(read, num_free=num_free)
+    return losses
+
+
 def of_weights(balancers: Iterable[Any]) -> tuple[WeightsBalancer, ...]:
     """Return the balancers that are functions of the weights of router and experts."""
     return tuple(balancer for balancer in balancers if balancer.reads == "weights")

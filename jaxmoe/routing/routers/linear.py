@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that routers share: the matrix x W, routers without state, token-major output."""
+"""Parts that routers share: sizes, the matrix x W, token-major output."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from sharding import axes as ax
 
 
 @dataclasses.dataclass(frozen=True)
-class StatelessRouter:
-    """Base class of routers that keep no state, with one matrix from D to E.
+class SizedRouter:
+    """Base class of routers of given sizes, with one matrix from D to E and without state.
 
-    A subclass defines `route`, and `declarations` where its parameters are others.
+    A subclass defines `route`, `declarations` where its parameters are others, and `init` and
+    `update` where it has a state, such as a bias.
     """
 
     config: Any

@@ -19,14 +19,14 @@ from jaxmoe.run.parts import RunPart
 from jaxmoe.run.plan import RunPlan, describe_rates
 from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_in_words
-from jaxmoe.run.restore import Begun
+from jaxmoe.run.restore import StartingPoint
 from jaxmoe.tracking.console import format_count, format_flops
 
 
 def print_header(
     name: str,
     directory: RunDirectory,
-    start: Begun,
+    start: StartingPoint,
     parts: Sequence[RunPart],
 ) -> None:
     """Log devices, model, data and plan of a run, before the first step.

@@ -200,7 +200,7 @@ def _traced_choices(assembly: Assembly, mesh: AbstractMesh) -> Choices:
     """
     state = assembly.world_shapes()
     parts = 1
-    if assembly.reads_rows:
+    if assembly.reads_data:
         _, parts = assembly.batch_part
         rows = assembly.loader.batch(0, process_index=0, process_count=parts)
     else:

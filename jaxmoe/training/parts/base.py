@@ -72,7 +72,7 @@ class StepPart:
 
     name: ClassVar[str]
     """Key of the state in `TrainState.parts`."""
-    reads_rows: ClassVar[bool] = False
+    reads_row_losses: ClassVar[bool] = False
     """Whether `update` reads the losses of single rows, which backpropagation then keeps."""
 
     def check(self, step: Step) -> None:

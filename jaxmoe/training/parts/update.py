@@ -4,7 +4,7 @@
 
     check(step)                     refuses a step whose optimiser cannot be updated so
     fetches(model, params, ...)     how often the state of a module comes to the device
-    jitted(step)                    the step as one program, or as several
+    jit_step(step)                  the step as one program, or as several
     update(step, state, inputs)     new parameters and state; the guard keeps or refuses all of it
 
 `ExecutionConfig.update` names the member: it follows from where parameters and state lie.
@@ -25,7 +25,7 @@ from flax import traverse_util
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.catalog import choice
-from jaxmoe.data.batch import Batch
+from jaxmoe.data.batch import Batch, check_batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.optim.steps import FiniteTransformation
@@ -34,7 +34,7 @@ from jaxmoe.training.accumulation import GradientSums
 from jaxmoe.training.guard import all_finite, select
 from jaxmoe.training.host_arrays import on_device
 from jaxmoe.training.metrics import StepMetrics
-from jaxmoe.training.state import CheckedStep, TrainState, fetch, put_away
+from jaxmoe.training.state import TrainState, fetch, put_away
 from sharding.constrain import place_like
 
 if TYPE_CHECKING:
@@ -250,6 +250,26 @@ def _owner(path: Any, leaf: Any, names: set[tuple[str, ...]]) -> str | None:
         f" state, and {jax.tree_util.keystr(path)} of shape {leaf.shape} belongs to none: set"
         " execution.offload.parts to 1"
     )
+
+
+class CheckedStep:
+    """Jitted step that checks its arguments, and the ids of the first batch and of numpy arrays."""
+
+    def __init__(self, jitted: Any, vocab_size: int):
+        self._jitted = jitted
+        self._vocab_size = vocab_size
+        self._has_run = False
+        self.lower = jitted.lower
+        self.trace = jitted.trace
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Return the next state and metrics."""
+        # Checks calls of users: a run has its step compiled ahead, except with weights in 4 bits.
+        if not isinstance(state, TrainState):
+            raise ValueError(f"state has type {type(state).__name__}: give that of init_state")
+        check_batch(batch, self._vocab_size, has_ids=not self._has_run)
+        self._has_run = True
+        return self._jitted(state, batch)
 
 
 def one_program(step: Step) -> CheckedStep:

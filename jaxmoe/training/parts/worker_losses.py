@@ -35,7 +35,7 @@ class WorkerLosses(StepPart):
     """Mean loss of each of several equal parts of the batch."""
 
     name: ClassVar[str] = "worker_losses"
-    reads_rows: ClassVar[bool] = True
+    reads_row_losses: ClassVar[bool] = True
 
     workers: int
     """Number of equal parts of the rows, in order; at least 2."""

@@ -119,7 +119,7 @@ def _pipeline_sums(step: Step, state: TrainState, rows: Rows, gathered: Any) -> 
         loss=sums.left.head.loss / rows.total_weight,
         losses=_losses(sums),
         statistics=_statistics(sums, model, execution),
-        row_nll=sums.left.head.row_loss if step.reads_rows else None,
+        row_nll=sums.left.head.row_loss if step.reads_row_losses else None,
     )
 
 

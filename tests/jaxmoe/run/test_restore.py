@@ -21,7 +21,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import restore_run
-from jaxmoe.run.restore import Lineage
+from jaxmoe.run.restore import Continuation
 from sharding import MeshConfig
 from tests.jaxmoe.run.test_run import config
 
@@ -80,8 +80,8 @@ def test_a_resume_holds_one_state_and_none_before_it_is_read(tmp_path, peaks):
     assembly = assemble(config())
     manager = CheckpointManager(tmp_path / "checkpoints")
     size, before = _saved(assembly, manager), _live_bytes()
-    begun = Lineage(assembly.loader, SkippedRows()).restore_or_start(assembly, manager)
-    assert begun.step == 3 and len(peaks) == 1
+    start = Continuation(assembly.loader, SkippedRows()).restore_or_start(assembly, manager)
+    assert start.step == 3 and len(peaks) == 1
     assert peaks[0] - before < size / 10, "a state is drawn to be read into"
     assert _live_bytes() - before < 1.1 * size, "a second state is kept"
     manager.close()
@@ -116,6 +116,6 @@ def test_a_state_of_another_step_than_its_checkpoint_is_damaged(tmp_path, caplog
     manager = CheckpointManager(tmp_path / "checkpoints")
     _saved(assembly, manager, count=2)
     with pytest.raises(CheckpointsLostError, match=r"all steps are damaged \(3\)"):
-        Lineage(assembly.loader, SkippedRows()).restore_or_start(assembly, manager)
+        Continuation(assembly.loader, SkippedRows()).restore_or_start(assembly, manager)
     assert "checkpoints/3 is damaged: it holds the state of step 2" in caplog.text
     manager.close()

@@ -87,7 +87,7 @@ def gradient_step(
     trained = state.params if step.table is None else step.table.select_trained(state.params)
     summed = replace(summed, grads=nest(flat(trained) | grads))
     measures = {}
-    if step.reads_rows:
+    if step.reads_row_losses:
         measures = {"worker_loss": jnp.where(counted[:, 0], sums.loss[:, 0], jnp.nan)}
     after, metrics, _ = step.finish(state, StepGradients(weight, summed, measures=measures))
     return with_local(after, select(~metrics.is_skipped, talk, local_of(state))), metrics

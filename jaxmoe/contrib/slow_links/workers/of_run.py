@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who trains a run whose workers exchange parameters or gradients.
 
-`RunWorkers` extends `OneWorker` of `jaxmoe/training/replicas.py`, a run without workers.
+`RunWorkers` extends `WorkerGroup` of `jaxmoe/training/replicas.py`, a run without workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.contrib.slow_links.workers.step import make_worker_step
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.parts.base import StepPart
-from jaxmoe.training.replicas import OneWorker
+from jaxmoe.training.replicas import WorkerGroup
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, Step
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxmoe.contrib.slow_links.gradient_base import GradientBase
 
 
-class RunWorkers(OneWorker):
+class RunWorkers(WorkerGroup):
     """Workers of a run that exchange parameters or gradients.
 
     Args:

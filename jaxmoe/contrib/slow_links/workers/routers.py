@@ -24,8 +24,9 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing import RouterStatistics
 from jaxmoe.training.accumulation import MicroBatch
+from jaxmoe.training.balance import update_routers
 from jaxmoe.training.gradients import batch_statistics
-from jaxmoe.training.state import TrainState, update_routers
+from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import Step
 from sharding import MeshConfig
 from sharding.constrain import without_mesh

@@ -74,7 +74,7 @@ class LocalInputs:
 
 @typing.no_type_check
 @struct.dataclass
-class Computed:
+class LocalOutputs:
     """Results of the region, or their logical axes."""
 
     y: Any
@@ -108,7 +108,7 @@ class Computation:
 
     def run(
         self, x: Float[Array, "B S D"], local: LocalInputs, *, batch_axes: tuple[str, ...]
-    ) -> Computed:
+    ) -> LocalOutputs:
         """Compute the routed experts for the tokens of one device.
 
         Args:
@@ -133,15 +133,15 @@ class Computation:
             assignments = own_assignments(assignments, batch, layout.own_axes)
 
         # Dispatch, compute and combine.
-        computed = _with_computation(assignments, moe.num_experts)
+        dispatch_assignments = _without_zero_computation(assignments, moe.num_experts)
         rows = tokens if output.slots is None else read_slots(tokens, output.slots)
         moves = self._token_moves(local)
         dispatch = partial(self._dispatcher(), moves=moves)
         outputs = local.outputs
         if outputs is None:
-            y, dropped = dispatch(rows, computed, self._experts(), local.weights)
+            y, dropped = dispatch(rows, dispatch_assignments, self._experts(), local.weights)
         else:
-            y = combine(outputs, computed, tokens.shape[0])
+            y = combine(outputs, dispatch_assignments, tokens.shape[0])
             dropped = jnp.zeros((moe.num_experts,), jnp.float32)
         if not layout.is_spread:  # equal along axes of one device, which the type must say
             further_axes = (axis for axis in layout.experts.all if axis not in batch_axes)
@@ -157,11 +157,11 @@ class Computation:
         # Report.
         if layout.own_axes:
             dropped = jax.lax.psum(dropped, layout.own_axes)
-        num_kept = statistics.kept - jnp.pad(dropped, (0, moe.num_routed - moe.num_experts))
+        num_kept = statistics.kept - jnp.pad(dropped, (0, moe.num_zero_computation))
         statistics = dataclasses.replace(statistics, kept=num_kept)
         carry = {}
         if moves is not None:
-            ids = computed.expert_ids.reshape(-1, moe.top_k)
+            ids = dispatch_assignments.expert_ids.reshape(-1, moe.top_k)
             measures = moves.measures(ids, moe.num_experts, layout.experts)
             if layout.own_axes:
                 measures = jax.lax.psum(measures, layout.own_axes)
@@ -172,12 +172,12 @@ class Computation:
             statistics = jax.tree.map(lambda leaf: jax.lax.psum(leaf, names), statistics)
         if moe.router.traits.carries_logits and output.carry is not None:
             carry["router_logits"] = output.carry.reshape(batch, length, -1)
-        return Computed(
+        return LocalOutputs(
             y=y.reshape(batch, -1, width),
             statistics=statistics,
             carry=carry,
             losses=self._losses(local, key),
-            observed=self._observe(tokens, logits, computed, local.weights, batch),
+            observed=self._observe(tokens, logits, dispatch_assignments, local.weights, batch),
         )
 
     def _token_moves(self, local: LocalInputs) -> TokenMoves | None:
@@ -307,7 +307,7 @@ def _assign(
             moe.capacity,
             sequence_length=length,
             num_experts=moe.num_experts,
-            num_free=moe.num_routed - moe.num_experts,
+            num_free=moe.num_zero_computation,
         )
         num_kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
         statistics = dataclasses.replace(statistics, kept=num_kept)
@@ -318,7 +318,7 @@ def _assign(
     return assignments, dataclasses.replace(statistics, extra=extra)
 
 
-def _with_computation(assignments: Assignments, num_experts: int) -> Assignments:
+def _without_zero_computation(assignments: Assignments, num_experts: int) -> Assignments:
     """Empty the assignments to experts without computation, so that they are not dispatched.
 
     Args:

@@ -86,6 +86,11 @@ class MoEConfig(FeedForwardBase):
         return self.num_experts + (self.zero_computation.total if self.zero_computation else 0)
 
     @property
+    def num_zero_computation(self) -> int:
+        """Experts without computation that the router chooses from, which have the last ids."""
+        return self.num_routed - self.num_experts
+
+    @property
     def sizes(self) -> FeedForwardSizes:
         """Sizes that plans read."""
         return FeedForwardSizes(

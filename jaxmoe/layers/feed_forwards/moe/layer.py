@@ -24,7 +24,7 @@ from jaxmoe.declarations import as_factor, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.dense import FeedForward
-from jaxmoe.layers.feed_forwards.moe.computation import Computation, Computed, LocalInputs
+from jaxmoe.layers.feed_forwards.moe.computation import Computation, LocalInputs, LocalOutputs
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded_axes, in_halves
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
@@ -94,33 +94,33 @@ class MoE(nn.Module):
             train=self.train,
         )
         arguments, axes = self._arguments(params, weights, free, routing, layout)
-        rows, results = _row_axes(layout)
+        row_axes, result_axes = _row_axes(layout)
         # Routers see whole sequences under a capacity, and tokens move after it.
-        carry_axes = {"router_logits": (*rows, None), "expert_device": results}
+        carry_axes = {"router_logits": (*row_axes, None), "expert_device": result_axes}
         carried = moe.carries(self.context, self.execution)
         region = placement.region(
             computation.run,
-            in_axes=((*rows, None), axes),
-            out_axes=Computed(
-                y=(*results, None),
+            in_axes=((*row_axes, None), axes),
+            out_axes=LocalOutputs(
+                y=(*result_axes, None),
                 statistics=(),
                 carry={name: axes for name, axes in carry_axes.items() if name in carried},
                 losses={balancer.name: () for balancer in computation.coupling_balancers},
-                observed=observer_of(self.execution).expert_axes(moe, results),
+                observed=observer_of(self.execution).expert_axes(moe, result_axes),
             ),
         )
-        computed = region(x, arguments)
-        carry = computed.carry
+        local_outputs = region(x, arguments)
+        carry = local_outputs.carry
         tokens = _of_rows(carry, (ax.ACT_BATCH, ax.ACT_SEQ))
         outputs = FeedForwardOutputs(
-            statistics=computed.statistics,
-            losses=computed.losses,
+            statistics=local_outputs.statistics,
+            losses=local_outputs.losses,
             carry={name: placement.place(array, tokens[name]) for name, array in carry.items()},
             observations=observer_of(self.execution).routing(
-                x, computed.statistics, computed.observed, weights, routing, placement
+                x, local_outputs.statistics, local_outputs.observed, weights, routing, placement
             ),
         )
-        y = placement.place(computed.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+        y = placement.place(local_outputs.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
         if not moe.num_shared_experts:
             return y, outputs
         shared = FeedForward(
@@ -142,7 +142,7 @@ class MoE(nn.Module):
         layout: MoELayout,
     ) -> tuple[LocalInputs, LocalInputs]:
         """Return the arguments of the region, and their logical axes in the same record."""
-        dtype, (rows, _) = self.execution.precision.compute_dtype, _row_axes(layout)
+        dtype, (row_axes, _) = self.execution.precision.compute_dtype, _row_axes(layout)
         factors = {name: as_factor(weight, dtype) for name, weight in weights.items()}
         names = self.moe.carries(self.context, self.execution)
         carry = {name: routing.carry[name] for name in names if name in routing.carry}
@@ -169,12 +169,12 @@ class MoE(nn.Module):
             constants=_whole(free),
             coupled=_whole(arguments.coupled),
             state=_whole(arguments.state),
-            token_mask=rows,
-            segment_ids=rows,
-            context=_of_rows(arguments.context, rows),
+            token_mask=row_axes,
+            segment_ids=row_axes,
+            context=_of_rows(arguments.context, row_axes),
             key=None if routing.key is None else (),
             layer=None if routing.layer is None else (),
-            carry=_of_rows(carry, rows),
+            carry=_of_rows(carry, row_axes),
             outputs=None if routing.expert_outputs is None else (None, None),
         )
         return arguments, axes
@@ -201,13 +201,13 @@ def _merged(weights: dict[str, Any]) -> dict[str, Any]:
 
 def _row_axes(layout: MoELayout) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
     """Return the logical axes of [B S] arguments and of [B s] results."""
-    rows = (ax.ACT_BATCH, ax.ACT_SEQ if layout.sequence_axes else None)
-    return rows, (ax.ACT_BATCH, ax.ACT_SEQ if layout.is_spread else None)
+    row_axes = (ax.ACT_BATCH, ax.ACT_SEQ if layout.sequence_axes else None)
+    return row_axes, (ax.ACT_BATCH, ax.ACT_SEQ if layout.is_spread else None)
 
 
-def _of_rows(arrays: dict[str, Array], rows: tuple[str | None, ...]) -> dict[str, Any]:
+def _of_rows(arrays: dict[str, Array], row_axes: tuple[str | None, ...]) -> dict[str, Any]:
     """Return the logical axes of arrays [B S ...] that are split by tokens only."""
-    return {name: rows + (None,) * (array.ndim - 2) for name, array in arrays.items()}
+    return {name: row_axes + (None,) * (array.ndim - 2) for name, array in arrays.items()}
 
 
 def _whole(arrays: Any) -> Any:

@@ -42,7 +42,7 @@ from jaxmoe.routing.base import (
     Traits,
     chosen_experts,
 )
-from jaxmoe.routing.routers.linear import StatelessRouter, linear_logits, token_output
+from jaxmoe.routing.routers.linear import SizedRouter, linear_logits, token_output
 from jaxmoe.routing.routers.noise import token_index
 from jaxmoe.routing.scopes import Scope, join_scopes, scope_axes, split_scopes
 
@@ -67,7 +67,7 @@ class BaseLayerConfig(RouterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class BaseLayer(StatelessRouter):
+class BaseLayer(SizedRouter):
     """The router."""
 
     def route(

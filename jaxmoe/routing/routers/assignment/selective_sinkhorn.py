@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.base import Arrays, Key, RouterBase, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.assignment.transport import check_iterations, scalings
-from jaxmoe.routing.routers.linear import StatelessRouter, linear_logits, token_output
+from jaxmoe.routing.routers.linear import SizedRouter, linear_logits, token_output
 from jaxmoe.routing.routers.noise import require_key
 from jaxmoe.routing.scopes import Scope
 
@@ -73,7 +73,7 @@ class SelectiveSinkhornConfig(RouterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectiveSinkhorn(StatelessRouter):
+class SelectiveSinkhorn(SizedRouter):
     """The router."""
 
     def route(

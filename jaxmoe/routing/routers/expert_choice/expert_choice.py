@@ -53,7 +53,7 @@ from jaxmoe.routing.base import (
     Traits,
     sum_statistics,
 )
-from jaxmoe.routing.routers.linear import StatelessRouter, check_sizes, linear_logits
+from jaxmoe.routing.routers.linear import SizedRouter, check_sizes, linear_logits
 from jaxmoe.routing.routers.noise import token_index
 from jaxmoe.routing.scopes import Scope, kth_largest, scope_axes, split_scopes, total
 from pallas_kernels.jax_versions import match_varying
@@ -157,7 +157,7 @@ def scheduled_k(
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertChoice(StatelessRouter):
+class ExpertChoice(SizedRouter):
     """The router."""
 
     def route(

@@ -41,7 +41,7 @@ from jaxmoe.routing.base import (
     sum_statistics,
 )
 from jaxmoe.routing.routers.expert_choice.expert_choice import EXPERT_TRAITS
-from jaxmoe.routing.routers.linear import StatelessRouter
+from jaxmoe.routing.routers.linear import SizedRouter
 from jaxmoe.routing.scopes import join_scopes, split_scopes
 from sharding import axes as ax
 
@@ -75,7 +75,7 @@ class SoftMoEConfig(RouterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftMoE(StatelessRouter):
+class SoftMoE(SizedRouter):
     """The router."""
 
     def declarations(self) -> dict[str, Declaration]:

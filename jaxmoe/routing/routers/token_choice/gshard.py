@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxmoe.routing.base import Arrays, Key, RouterBase, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.linear import (
-    StatelessRouter,
+    SizedRouter,
     check_sizes,
     linear_logits,
     token_output,
@@ -59,7 +59,7 @@ class GShardConfig(RouterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class GShard(StatelessRouter):
+class GShard(SizedRouter):
     """The router."""
 
     def route(

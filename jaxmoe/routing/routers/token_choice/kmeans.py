@@ -41,7 +41,7 @@ from jaxmoe.routing.base import (
 )
 from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.biases.loss_free import LossFreeConfig
-from jaxmoe.routing.routers.linear import StatelessRouter
+from jaxmoe.routing.routers.linear import SizedRouter
 from jaxmoe.routing.routers.token_choice.token_choice import (
     choose,
     preferred_experts,
@@ -82,7 +82,7 @@ class KMeansConfig(RouterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class KMeans(StatelessRouter):
+class KMeans(SizedRouter):
     """The router, with the centroids and the selection bias as state."""
 
     def declarations(self) -> dict[str, Declaration]:

@@ -41,7 +41,7 @@ from jaxmoe.routing.base import (
 )
 from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.replay import replay_experts
-from jaxmoe.routing.routers.linear import StatelessRouter, linear_declarations
+from jaxmoe.routing.routers.linear import SizedRouter, linear_declarations
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig, limit_groups
 
 
@@ -98,11 +98,11 @@ class TokenChoiceBase(RouterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenChoice(StatelessRouter):
+class TokenChoice(SizedRouter):
     """The router: a scorer with its sizes. Its state is that of the selection bias."""
 
     def __post_init__(self):
-        StatelessRouter.__post_init__(self)
+        SizedRouter.__post_init__(self)
         if self.config.groups is not None:
             self.config.groups.check(num_experts=self.num_experts, top_k=self.top_k)
 

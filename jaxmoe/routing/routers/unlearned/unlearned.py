@@ -31,7 +31,7 @@ from jaxmoe.routing.base import (
     Traits,
     chosen_experts,
 )
-from jaxmoe.routing.routers.linear import StatelessRouter, token_output
+from jaxmoe.routing.routers.linear import SizedRouter, token_output
 
 
 class UnlearnedBase(RouterBase):
@@ -74,7 +74,7 @@ class DeterministicBase(UnlearnedBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unlearned(StatelessRouter):
+class Unlearned(SizedRouter):
     """The router."""
 
     def declarations(self) -> dict[str, Declaration]:
