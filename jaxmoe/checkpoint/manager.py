@@ -77,6 +77,7 @@ class CheckpointManager:
         pinned_steps: Further steps to keep, however old.
         fence: Function that raises LeaseLostError if another process has taken the directory
             over; called before each save and commit and before a step is set aside.
+        base: Model whose parameters checkpoints leave out; None: they have all parameters.
     """
 
     def __init__(

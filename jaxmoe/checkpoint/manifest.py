@@ -264,7 +264,7 @@ def check_json(**values: Any) -> None:
     """Raise unless values can be written as JSON.
 
     Args:
-        **given: Values by the name of the argument of a save.
+        **values: Values by the name of the argument of a save.
 
     Raises:
         CheckpointError: One cannot; the message has its name and the reason.

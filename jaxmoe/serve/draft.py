@@ -164,7 +164,7 @@ class Draft:
         return sum(max(num_pages(len(o.tokens), size) - self._held[o.id], 0) for o in running)
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Take the pages for more tokens, preempting others; False if `one` had to go itself."""
+        """Take the pages for more tokens, preempting others; False if `sequence` had to go."""
         size = self.view.facts.page_size
         end = self._computed[sequence.id] + count
         needed = max(num_pages(end, size) - self._held[sequence.id], 0)

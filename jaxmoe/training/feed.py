@@ -136,7 +136,7 @@ class FeedConfig(abc.ABC):
         """Return the feed; nothing is opened yet.
 
         Args:
-            plan: `jaxmoe.run.plan.Plan` of the run.
+            plan: `jaxmoe.run.plan.RunPlan` of the run.
             execution: Execution with the mesh resolved.
             mesh: Devices.
             source: Data of the run, and its tokens.

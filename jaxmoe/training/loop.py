@@ -87,8 +87,8 @@ class Loop:
 
     Args:
         state: Initial state, donated.
-        step_function: Step from `make_train_step`.
-        feed: Batches, and how a step is taken on one; it has begun.
+        step_function: Compiled step of the run, inside what its parts put around it.
+        feed: Batches, and how a step is taken on one; its session is open.
         first_step: Steps already done.
         last_step: Total number of steps.
         hooks: Hooks in the order in which they run after a step.

@@ -17,7 +17,7 @@ def rule(path: str, *keys: str, **options: Any) -> Rule:
     Args:
         path: Path from the block.
         *keys: Names of the tensor after those of the block.
-        **given: Further fields of the rule.
+        **options: Further fields of the rule.
     """
     return Rule(path=path, keys=tuple(_BLOCK + key for key in keys), **options)
 

@@ -86,7 +86,7 @@ class Learner:
         """Return how the batches of a run with `rl` are made.
 
         Args:
-            plan: `jaxmoe.run.plan.Plan`.
+            plan: `jaxmoe.run.plan.RunPlan`.
             execution: Execution with the mesh resolved.
             mesh: Devices.
         """

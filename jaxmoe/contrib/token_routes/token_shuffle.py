@@ -30,7 +30,7 @@ are those of the unshuffled layer, and a wrong prediction costs a transfer and c
 `shuffle` balances exactly: where more than T/P tokens are predicted for a device the most confident
 stay, and the others fill the remaining places. Each device balances its own tokens, so that every
 pair of devices exchanges T/P of them (the paper balances the tokens of all devices together).
-`TokenTables` come from `jaxmoe.contrib.placement.token_tables`; a file of them is read by
+`TokenTables` come from `jaxmoe.contrib.token_routes.traced_tables`; a file of them is read by
 `token_tables.py`.
 """
 
