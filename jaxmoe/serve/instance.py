@@ -398,6 +398,7 @@ class Instance:
         sequence.first = now if sequence.first is None else sequence.first
         if result.token in sampling.stop_ids:
             return (token, self.end(sequence, "stop"))
+        # The only place that ends an answer at this length: `max_tokens` may ask for more.
         is_full = len(sequence.tokens) >= self.facts.max_length
         if sequence.num_written >= sampling.max_tokens or is_full:
             return (token, self.end(sequence, "length"))
