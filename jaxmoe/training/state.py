@@ -107,7 +107,13 @@ def initializer(
     """Return the function from a key to the state before the first step, compiled once.
 
     Args:
-        model: As for `init_state`, and so are the others.
+        model: Model to train.
+        optimizer: Optax transformation.
+        execution: Rules and dtype of the parameters.
+        parameterization: Initial scale per role; standard when None.
+        mesh: Mesh of the state; one device when None.
+        gradients: How a step gets its gradient; backpropagation when None.
+        parts: Parts of the step beside those that the model brings.
     """
     execution = execution or ExecutionConfig()
 
