@@ -262,7 +262,8 @@ class _RowCuts(ExecutionConfig):
         """Return an execution with other sizes of its mesh."""
         fields = dataclasses.fields(ExecutionConfig)
         values: dict[str, Any] = {field.name: getattr(execution, field.name) for field in fields}
-        return cls(**values | {"mesh": mesh})
+        values["mesh"] = mesh
+        return cls(**values)
 
 
 def check_call(model: ModelConfig, tokens: Array, execution: ExecutionConfig) -> None:
