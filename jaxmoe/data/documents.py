@@ -19,6 +19,9 @@ fields. The directory is written under a temporary name and renamed, so that it 
 processes that write it at the same time write the same content. A directory of another format is
 not read: its key differs, and so does the format in its facts.
 
+A text that is too long for memory (`reading/texts.py`) is one document, whose tokens are written as
+they are made.
+
 To add a collection: `jaxmoe/data/reading/collection.py` (the interface to implement),
 `jaxmoe/data/packed.py` (`build_sources`, which its config's `build` calls).
 """
@@ -39,9 +42,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.held_out import digest
+from jaxmoe.data.held_out import digest, short_digest
 from jaxmoe.data.reading.collection import Collection
-from jaxmoe.data.reading.records import BadRecord, Record
+from jaxmoe.data.reading.records import BadRecord, LongText, Record
 from jaxmoe.data.store import FORMAT, WEIGHTS, Store, open_store
 from jaxmoe.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxmoe.messages import Progress
@@ -169,11 +172,14 @@ def _write(
         for document in _documents(collection, tokenizer, on_bad_record, skipped):
             if weights is not None and not weights.write(document):
                 continue
-            stream.write(np.ascontiguousarray(document.ids, dtype).data)
-            lengths.append(len(document.ids))
+            length = 0
+            for ids in document.parts():
+                stream.write(np.ascontiguousarray(ids, dtype).data)
+                length += len(ids)
+            lengths.append(length)
             digests.append(document.digest)
             sizes.append(document.size)
-            tokens += len(document.ids)
+            tokens += length
             progress.at("reading data: {:,} documents, {:,} tokens", len(lengths), tokens)
     if not lengths:
         description = "only empty documents"
@@ -204,11 +210,16 @@ def _write(
 class _ReadDocument(NamedTuple):
     """A document to write."""
 
-    ids: np.ndarray
+    ids: np.ndarray | Iterator[np.ndarray]
+    """Token ids; those of a long text are made piece by piece."""
     digest: int
     size: int
     """Bytes of text in UTF-8; -1 where unknown."""
     weights: np.ndarray | None = None
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """Return the ids in parts, which may be read once."""
+        return iter([self.ids]) if isinstance(self.ids, np.ndarray) else self.ids
 
 
 class _Weights:
@@ -226,7 +237,8 @@ class _Weights:
     def write(self, document: _ReadDocument) -> bool:
         """Write the weights of a document; return False, and count it, if no token is trained."""
         weights = document.weights
-        if weights is None or weights.shape != document.ids.shape or weights.dtype != np.uint8:
+        shape = document.ids.shape if isinstance(document.ids, np.ndarray) else None
+        if weights is None or weights.shape != shape or weights.dtype != np.uint8:
             raise ValueError("a record of a collection with weights needs one uint8 for each id")
         count = int(np.count_nonzero(weights[1:]))
         if not count:
@@ -264,6 +276,12 @@ def _documents(
                 yield from _tokenize(waiting, tokenizer)
                 waiting = []
                 characters = 0
+        elif isinstance(checked, LongText):
+            yield from _tokenize(waiting, tokenizer)  # keeps the order of documents
+            waiting = []
+            characters = 0
+            known = short_digest(checked.sha256)
+            yield _ReadDocument(_ids_of_parts(checked, tokenizer), known, checked.num_bytes)
         elif len(checked):
             yield from _tokenize(waiting, tokenizer)  # keeps the order of documents
             waiting = []
@@ -295,19 +313,28 @@ def _tokenize(texts: list[_DocumentText], tokenizer: Tokenizer) -> Iterator[_Rea
         yield _ReadDocument(ids, text.digest, text.size)
 
 
-def _check(record: Record, tokenizer: Tokenizer) -> bytes | np.ndarray | BadRecord:
+def _ids_of_parts(text: LongText, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the ids of a long text in order, and the separators at its ends."""
+    ends = np.array([tokenizer.separator])
+    yield ends
+    yield from tokenizer.encode_parts(text.parts())
+    yield ends
+
+
+def _check(record: Record, tokenizer: Tokenizer) -> bytes | LongText | np.ndarray | BadRecord:
     """Return UTF-8 text or token ids, or a BadRecord if the tokenizer cannot encode the text."""
     value = record.value
     size = tokenizer.vocab_size
     where = record.where
-    if isinstance(value, str):
+    if isinstance(value, str | LongText):
         if not tokenizer.is_text:
             raise DataError(
                 f"{where} holds text, and data.tokenizer:ids reads token ids only: choose "
                 "data.tokenizer:bytes, :file or :trained"
             )
-        content = value.encode()
-        if isinstance(tokenizer, ByteTokenizer) and (at := content.find(0)) >= 0:
+        content = value.encode() if isinstance(value, str) else value
+        at = content.find(0) if isinstance(content, bytes) else content.zero
+        if isinstance(tokenizer, ByteTokenizer) and at >= 0:
             return BadRecord(
                 f"{where}: byte 0 at offset {at} of the text, which separates "
                 "documents in data.tokenizer:bytes: remove it, or choose another tokenizer"

@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from jaxmoe.data.reading.collection import Collection
-from jaxmoe.data.reading.records import Record
+from jaxmoe.data.reading.records import LongText, Record
+from jaxmoe.data.tokenizer.cutting import pieces
 from pallas_kernels.array_types import Shaped
 
 _FEWEST_BY_DIGEST = 5
@@ -46,20 +47,22 @@ def held_out(
 def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
     """Yield the texts on which a vocabulary is trained: those that are not held out.
 
-    At most one document is in memory.
+    At most one document is in memory; one that is too long for it is yielded in pieces.
 
     Args:
         collection: All documents.
         fraction: Share of the documents that is held out; 0: none.
     """
     if not fraction:
-        yield from (text for _, text in _texts(collection))
+        for _, text in _texts(collection):
+            yield from _strings(text)
         return
     first = itertools.islice(_texts(collection), math.ceil(_FEWEST_BY_DIGEST / fraction))
     digests = np.array([file for file, _ in first], np.uint64)
     mask = held_out(digests, fraction, is_whole=collection.has_weights)
     if mask is None:
-        yield from (text[: int(len(text) * (1 - fraction))] for _, text in _texts(collection))
+        for _, text in _texts(collection):
+            yield from _strings(text, 1 - fraction)
         return
     for number, (file, text) in enumerate(_texts(collection)):
         if number < len(mask):
@@ -67,17 +70,43 @@ def train_texts(collection: Collection, fraction: float) -> Iterator[str]:
         else:  # enough documents that each one's digest decides
             is_held_out = file < int(fraction * 2**64)
         if not is_held_out:
-            yield text
+            yield from _strings(text)
 
 
 def digest(content: bytes) -> int:
     """Return the first 8 bytes of the sha256 as an integer."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    return short_digest(hashlib.sha256(content).digest())
 
 
-def _texts(collection: Collection) -> Iterator[tuple[int, str]]:
+def short_digest(sha256: bytes) -> int:
+    """Return the first 8 bytes of a sha256 as an integer."""
+    return int.from_bytes(sha256[:8], "big")
+
+
+def _texts(collection: Collection) -> Iterator[tuple[int, str | LongText]]:
     """Yield digest and text of each document."""
     for record in collection.records(None):
-        if isinstance(record, Record) and isinstance(record.value, str) and record.value:
-            known = record.digest
+        if not isinstance(record, Record):
+            continue
+        known = record.digest
+        if isinstance(record.value, LongText):
+            yield short_digest(record.value.sha256) if known is None else known, record.value
+        elif isinstance(record.value, str) and record.value:
             yield digest(record.value.encode()) if known is None else known, record.value
+
+
+def _strings(text: str | LongText, share: float = 1.0) -> Iterator[str]:
+    """Yield the begin of a text: as one string, or in pieces if it is long."""
+    if isinstance(text, str):
+        yield text[: int(len(text) * share)]
+    else:
+        yield from pieces(_begin(text.parts(), int(text.num_characters * share)))
+
+
+def _begin(parts: Iterable[str], count: int) -> Iterator[str]:
+    """Yield the first characters of a text that comes in parts."""
+    for part in parts:
+        yield part[:count]
+        count -= min(count, len(part))
+        if not count:
+            return

@@ -32,6 +32,12 @@ from pallas_kernels.array_types import Int, Shaped
 
 _MOST_TEXT = 2**25
 """Bytes of a split above which n-grams are not counted, because it would take too long."""
+_PART = 2**18
+"""Ids that are decoded at once."""
+_CONTEXT = 16
+"""Ids before a part that are decoded with it."""
+_INCOMPLETE = "\ufffd".encode()
+"""Text of a part of a character."""
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 _FATES = {"cut": "cut", "truncate": "truncated", "leave_out": "left out"}
 _OF_WEIGHTS = ("trained_tokens", "untrained_documents")
@@ -218,7 +224,7 @@ class PackedSource:
             return None
         documents = self.documents["validation"]
         counted = sum(
-            size if size >= 0 else len(self.tokenizer.decode(_predict(documents, number)))
+            size if size >= 0 else _text_size(self.tokenizer, _predict(documents, number))
             for number, size in enumerate(documents.sizes.tolist())
         )
         if not counted:
@@ -362,6 +368,35 @@ class PackedSource:
             file=self._directories[split] / file_name,
             long=self._long,
         )
+
+
+def _text_size(tokenizer: Tokenizer, tokens: np.ndarray) -> int:
+    """Return the bytes of the text of ids, decoded in parts where a character ends.
+
+    Each part is decoded behind the ids before it, whose text is subtracted. If the text of a part
+    does not continue theirs, all ids are decoded at once.
+    """
+    size = 0
+    begin = 0
+    before = b""
+    context = tokens[:0]
+    while len(tokens) - begin > _PART:
+        for end in range(begin + _PART, min(begin + _PART + _CONTEXT, len(tokens))):
+            next_context = tokens[end - _CONTEXT : end]
+            next_before = tokenizer.decode(next_context)
+            if next_before and not next_before.endswith(_INCOMPLETE):
+                break
+        else:
+            return len(tokenizer.decode(tokens))
+        text = tokenizer.decode(np.concatenate([context, tokens[begin:end]]))
+        if not text.startswith(before):
+            return len(tokenizer.decode(tokens))
+        size += len(text) - len(before)
+        begin, context, before = end, next_context, next_before
+    text = tokenizer.decode(np.concatenate([context, tokens[begin:]]))
+    if not text.startswith(before):
+        return len(tokenizer.decode(tokens))
+    return size + len(text) - len(before)
 
 
 def _predict(documents: DocumentSet, number: int) -> np.ndarray:

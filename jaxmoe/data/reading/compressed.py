@@ -23,6 +23,8 @@ from jaxmoe.optional import require
 COMPRESSED = (".gz", ".zst")
 """Suffixes of compressed files."""
 _CHUNK = 2**20
+_COMPRESSED_CHUNK = 2**16
+"""Bytes that are decompressed at once: their content may be many times longer."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_CHECKSUM = 1 << 2
 """Bit of the byte after the magic number, the frame header descriptor (RFC 8878, 3.1.1.1.1)."""
@@ -64,7 +66,7 @@ def _decompress(
     offset = 0
     count = 0
     is_open = False
-    while chunk := stream.read(_CHUNK):
+    while chunk := stream.read(min(_CHUNK, _COMPRESSED_CHUNK)):
         while chunk:
             if not is_open:
                 frame = make()

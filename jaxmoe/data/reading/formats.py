@@ -7,8 +7,8 @@
     .npy                     token ids: [tokens], or [documents, tokens]
     .bin with .idx           token ids of Megatron-LM, with document borders
     .bin                     token ids without borders, of the config's integer type
-    anything else            UTF-8 text, one document per file; JSON and CSV are told of, since
-                             their braces, quotes and commas become text as well
+    anything else            UTF-8 text, one document per file (`texts.py`); JSON and CSV are told
+                             of, since their braces, quotes and commas become text as well
 
 Text and JSON lines may be compressed (.gz, .zst). Token ids without borders are cut after every
 separator of the tokenizer. An error in one record (not UTF-8, not an object, no text) is yielded as
@@ -34,6 +34,7 @@ from etils import epath
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.reading.compressed import COMPRESSED, chunks
 from jaxmoe.data.reading.records import BadRecord, Record, json_lines, not_utf8
+from jaxmoe.data.reading.texts import read_text
 from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
 
@@ -87,8 +88,8 @@ def read_records(
         elif name.endswith(".bin"):
             yield from _plain_ids(path, np.dtype(bin_dtype), separator)
         else:
-            text = _text(path, chunks(path, on_no_checksum))
-            if isinstance(text, Record) and (kind := _kind_of_records(path, str(text.value))):
+            text, begin = read_text(path, lambda: chunks(path, on_no_checksum), _MOST_SNIFFED + 2)
+            if isinstance(text, Record) and (kind := _kind_of_records(path, begin)):
                 on_records(kind)
             yield text
     except OSError as error:
@@ -109,7 +110,12 @@ def _plain_name(path: epath.Path) -> str:
 
 
 def _kind_of_records(path: epath.Path, text: str) -> str | None:
-    """Return "JSON" or "CSV" for a text that is one by its name, or is JSON by its begin."""
+    """Return "JSON" or "CSV" for a text that is one by its name, or is JSON by its begin.
+
+    Args:
+        path: File of the text.
+        text: Its begin; the whole, if that is shorter than what is looked at.
+    """
     name = _plain_name(path)
     if name.endswith(_TABLE_SUFFIXES):
         return "CSV"
@@ -134,13 +140,6 @@ def _is_json(text: str, begin: str) -> bool:
 def index_file(path: epath.Path) -> epath.Path:
     """Return the file in which Megatron-LM stores the borders of a .bin file."""
     return path.with_suffix(".idx")
-
-
-def _text(path: epath.Path, content: Iterator[bytes]) -> Record | BadRecord:
-    try:
-        return Record(str(path), b"".join(content).decode())
-    except UnicodeDecodeError as error:
-        return not_utf8(str(path), error.start, error.object)
 
 
 def _field_text(record: Any, field: str, where: str) -> Record | BadRecord:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,27 @@ class BadRecord(DataError):
     """A record that cannot be used, in a file whose other records can."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LongText:
+    """A text that is too long for memory."""
+
+    parts: Callable[[], Iterator[str]]
+    """Reads the text anew, and yields it in parts; raises a DataError if it has changed."""
+    num_characters: int
+    num_bytes: int
+    """Bytes in UTF-8."""
+    sha256: bytes
+    """Digest of these bytes."""
+    zero: int
+    """Offset of the first byte 0; -1 if there is none."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
     """A document, and its location."""
 
     where: str
-    value: str | Shaped[np.ndarray, " S"]
+    value: str | LongText | Shaped[np.ndarray, " S"]
     first: int = 0
     """Position of the first token id in the file, for documents of ids."""
     weights: Shaped[np.ndarray, " S"] | None = None

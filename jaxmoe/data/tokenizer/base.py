@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
         """Return the ids of each text without separators, of any integer type."""
         ...
 
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[Shaped[np.ndarray, " S"]]:
+        """Yield, in order, the ids of one text that comes in parts: those of the whole."""
+        ...
+
     def encode_controls(self, text: str) -> Shaped[np.ndarray, " S"]:
         """Return the ids of a text, in which special tokens that it spells are those tokens."""
         ...
@@ -139,6 +143,11 @@ class ByteTokenizer:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[Shaped[np.ndarray, " S"]]:
+        """Yield the bytes of each part."""
+        for part in parts:
+            yield np.frombuffer(part.encode(), np.uint8)
+
     def encode_controls(self, text: str) -> Shaped[np.ndarray, " S"]:
         """Return the bytes of a text."""
         return self.encode_all([text])[0]
@@ -218,6 +227,10 @@ class IdTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the numbers in each text."""
         return [np.array([*self._numbers(text)], np.int32) for text in texts]
+
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[Int[np.ndarray, " S"]]:
+        """Yield the numbers in a text that comes in parts, which are joined."""
+        yield from self.encode_all(["".join(parts)])
 
     def encode_controls(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the numbers in a text."""

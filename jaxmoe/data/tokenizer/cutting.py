@@ -16,6 +16,8 @@ from typing import Any
 
 from jaxmoe.messages import Progress, say
 
+_LOOKED_AT = 3
+"""Most characters that one match of a pattern looks at."""
 _PIECE = 2**16
 """Characters from which on a piece ends at the next place where it may."""
 _ANYWHERE = re.compile(r"\S(?=[ \n])|[^\W_](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
@@ -26,18 +28,27 @@ USUAL = re.compile(r"\S(?= )|[^\W_](?=[\n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uf
 """Last character before a cut where most pre-tokenisers end a word."""
 
 
-def pieces(text: str, places: re.Pattern[str] = _ANYWHERE) -> Iterator[str]:
+def pieces(parts: Iterable[str], places: re.Pattern[str] = _ANYWHERE) -> Iterator[str]:
     """Yield the pieces of a text, in order; one, if there is no place to cut.
 
+    At most a piece and a part are in memory, and the pieces do not depend on where parts end.
+
     Args:
-        text: Text to cut.
+        parts: Text to cut, in parts of any size.
         places: Pattern of the last character of a piece.
     """
-    begin = 0
-    while len(text) - begin > _PIECE and (place := places.search(text, begin + _PIECE)):
-        yield text[begin : place.end()]
-        begin = place.end()
-    yield text[begin:]
+    text = ""
+    searched = 0
+    for part in parts:
+        begin = 0
+        text += part
+        while place := places.search(text, max(begin + _PIECE, searched)):
+            yield text[begin : place.end()]
+            begin = place.end()
+        # Only the characters that a pattern looks at behind the end were missing.
+        searched = max(0, len(text) - begin - _LOOKED_AT)
+        text = text[begin:]
+    yield text
 
 
 def cuts_at_spaces(data: dict[str, Any]) -> bool:
@@ -65,7 +76,7 @@ def announced_pieces(texts: Iterable[str]) -> Iterator[str]:
     progress = Progress()
     characters = 0
     for text in texts:
-        for piece in pieces(text):
+        for piece in pieces([text]):
             characters += len(piece)
             progress.at("tokenizer: {:.0f} million characters read", characters / 1e6)
             yield piece

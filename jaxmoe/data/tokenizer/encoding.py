@@ -16,6 +16,10 @@ pieces of about 64,000 characters, where a space or a line end follows another c
 `verified` is exact where a word, and the ids in it, depend on at most 64 characters after it, which
 holds for the tokenizers of Llama 3, Qwen, OLMoE, DeepSeek and GPT-4. After 8 cuts in a row that do
 not hold, the rest is encoded whole. Texts shorter than a piece are never cut.
+
+A text that is too long for memory comes in parts (`encode_parts`), and is cut at the same places.
+Where a text has no such place (a line of gigabytes without a space), or no cut holds, a piece grows
+to the end of the text, and so does the memory that it needs.
 """
 
 from __future__ import annotations
@@ -88,17 +92,40 @@ def encode_pieces(
         short_texts = [text for text in texts if _is_short(text)]
         short = iter(ids_of(short_texts))
         return [
-            next(short) if _is_short(text) else _join(_verify(text, encode, progress))
+            next(short) if _is_short(text) else _join(_verify([text], encode, progress))
             for text in texts
         ]
     cut = pieces if kind == "byte_level" else _after_spaces
     encoded = [bytearray() for _ in texts]
-    numbered = ((number, part) for number, text in enumerate(texts) for part in cut(text))
+    numbered = ((number, part) for number, text in enumerate(texts) for part in cut([text]))
     while group := list(itertools.islice(numbered, _AT_ONCE)):
         for (number, part), ids in zip(group, ids_of([p for _, p in group]), strict=True):
             encoded[number] += ids.data
             progress.add(len(part))
     return [np.frombuffer(ids, np.int32) for ids in encoded]
+
+
+def encode_parts(
+    kind: Kind, parts: Iterable[str], encode: Encode, ids_of: Callable[[Sequence[str]], list[Any]]
+) -> Iterator[np.ndarray]:
+    """Yield the ids of one text, in order: together those of `encode_pieces`.
+
+    A few pieces of the text are in memory, except where no cut holds.
+
+    Args:
+        kind: How the text may be cut.
+        parts: Text, in parts of any size.
+        encode: Encoder with offsets and words.
+        ids_of: Faster encoder, to int32 arrays of ids.
+    """
+    progress = _EncodedWindow()
+    if kind == "verified":
+        yield from _verify(parts, encode, progress)
+        return
+    text_pieces = pieces(parts) if kind == "byte_level" else _after_spaces(parts)
+    while group := list(itertools.islice(text_pieces, _AT_ONCE)):
+        yield from ids_of(group)
+        progress.add(sum(map(len, group)))
 
 
 class _EncodedWindow:
@@ -124,41 +151,52 @@ def _join(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 def _is_short(text: str) -> bool:
     """Return whether a text is one piece."""
-    text_pieces = pieces(text)
+    text_pieces = pieces([text])
     next(text_pieces)
     return next(text_pieces, None) is None
 
 
-def _after_spaces(text: str) -> Iterator[str]:
+def _after_spaces(parts: Iterable[str]) -> Iterator[str]:
     """Yield pieces that are cut before spaces, each without the space at its begin."""
-    for index, part in enumerate(pieces(text, BEFORE_SPACES)):
+    for index, part in enumerate(pieces(parts, BEFORE_SPACES)):
         yield part[1:] if index else part
 
 
-def _verify(text: str, encode: Encode, progress: _EncodedWindow) -> Iterator[np.ndarray]:
+def _verify(parts: Iterable[str], encode: Encode, progress: _EncodedWindow) -> Iterator[np.ndarray]:
     """Yield the ids of the pieces of a text, joined where a cut does not hold."""
-    ends = [*itertools.accumulate(map(len, pieces(text, USUAL)))]
-    begin = 0
-    joined = 0
-    for number in range(0, len(ends), _AT_ONCE):
-        group = ends[number : number + _AT_ONCE]
-        firsts = [begin, *group[:-1]]
-        spans = list(zip(firsts, group, strict=True))
-        windows = encode([text[first : end + _AHEAD] for first, end in spans])
-        starts = encode([text[end : end + _AHEAD] for end in group])
-        for (first, end), window, start in zip(spans, windows, starts, strict=True):
-            if first != begin:  # the cut at `first` did not hold
-                (window,) = encode([text[begin : end + _AHEAD]])
-            count = _held(window, end - begin, start, is_last=end == len(text))
+    joined: list[str] = []
+    text_pieces = _with_next(pieces(parts, USUAL))
+    while group := list(itertools.islice(text_pieces, _AT_ONCE)):
+        windows = encode([piece + ahead for piece, ahead in group])
+        starts = encode([ahead for _, ahead in group])
+        for number, ((piece, ahead), window, start) in enumerate(
+            zip(group, windows, starts, strict=True), start=1
+        ):
+            joined.append(piece)
+            if len(joined) > 1:  # the cut before the piece did not hold
+                (window,) = encode(["".join(joined) + ahead])
+            size = sum(map(len, joined))
+            count = _held(window, size, start, is_last=not ahead)
             if count is not None:
                 yield np.array(window.ids[:count], np.int32)
-                progress.add(end - begin)
-                begin = end
-                joined = 0
-            elif (joined := joined + 1) == _MOST_JOINED:
-                (window,) = encode([text[begin:]])
+                progress.add(size)
+                joined = []
+            elif len(joined) == _MOST_JOINED:
+                rest = (piece for piece, _ in itertools.chain(group[number:], text_pieces))
+                (window,) = encode(["".join([*joined, *rest])])
                 yield np.array(window.ids, np.int32)
                 return
+
+
+def _with_next(text_pieces: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Yield each piece, and the characters after it that are encoded with it."""
+    waiting: list[str] = []
+    for piece in itertools.chain(text_pieces, [None]):
+        if piece is not None:
+            waiting.append(piece)
+        while waiting and (piece is None or sum(map(len, waiting[1:])) >= _AHEAD):
+            first = waiting.pop(0)
+            yield first, "".join(waiting)[:_AHEAD]
 
 
 def _held(window: Any, size: int, start: Any, *, is_last: bool) -> int | None:

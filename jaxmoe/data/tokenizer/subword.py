@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from jaxmoe.data.batch import DataError
 from jaxmoe.data.tokenizer.base import MOST_IDS, Texts, TokenizerConfig
 from jaxmoe.data.tokenizer.byte_level import BYTE_OF
 from jaxmoe.data.tokenizer.cutting import announced_pieces
-from jaxmoe.data.tokenizer.encoding import Kind, encode_pieces, kind_of
+from jaxmoe.data.tokenizer.encoding import Kind, encode_parts, encode_pieces, kind_of
 from jaxmoe.disk import kind_of_special_file
 from jaxmoe.json_bounds import parse_json
 from jaxmoe.messages import say
@@ -173,6 +173,10 @@ class SubwordTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the ids of each text, without special tokens."""
         return encode_pieces(self._kind, texts, self._encodings, self._encode)
+
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[Int[np.ndarray, " S"]]:
+        """Yield, in order, the ids of one text that comes in parts: those of the whole."""
+        return encode_parts(self._kind, parts, self._encodings, self._encode)
 
     def encode_prompt(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the ids of a prompt as `transformers` does: special tokens that the text spells

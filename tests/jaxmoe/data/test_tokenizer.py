@@ -74,7 +74,7 @@ SPACES = " \n\t\r\x0b\x1c\x85\xa0\u3000"
 def test_pieces_are_encoded_as_the_whole_text(trained, text, size):
     (whole,) = trained.encode_all([text])
     with mock.patch.object(splitting, "_PIECE", size):
-        assert "".join(splitting.pieces(text)) == text
+        assert "".join(splitting.pieces([text])) == text
         (cut,) = trained.encode_all([text])
     assert cut.tolist() == whole.tolist()
 
@@ -212,9 +212,9 @@ def test_training_on_pieces_gives_the_same_vocabulary(tmp_path, monkeypatch):
     text = " ".join(f"{word}ing the{' ' * (i % 3)}'s\n" for i, word in enumerate(TEXTS * 30))
     whole = TrainedConfig(vocab_size=300).build(lambda: [text], tmp_path / "whole")
     monkeypatch.setattr(splitting, "_PIECE", 20)
-    parts = list(splitting.pieces(text))
+    parts = list(splitting.pieces([text]))
     assert len(parts) > 50 and max(map(len, parts)) < 40
-    assert len(list(splitting.pieces("\u4f60\u597d\u3002" * 50))) > 5
+    assert len(list(splitting.pieces(["\u4f60\u597d\u3002" * 50]))) > 5
     cut = TrainedConfig(vocab_size=300).build(lambda: [text], tmp_path / "cut")
     assert cut.content == whole.content
 
