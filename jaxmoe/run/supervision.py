@@ -11,6 +11,7 @@ To add a comparison: its rule beside `jaxmoe/resilience/stragglers.py`, and its 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -101,8 +102,9 @@ def close_at_exit(steps: Generator[Any, None, None]) -> None:
 @functools.cache
 def _before_threads_end() -> None:
     # `atexit` is later than the end of all executors, which write checkpoints; they themselves end
-    # by this hook, the last registered first.
-    threading._register_atexit(_close_unfinished)  # pyright: ignore[reportAttributeAccessIssue]
+    # by this hook, the last registered first. It is private: without it steps lose their last save.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_close_unfinished)
 
 
 def _close_unfinished() -> None:

@@ -174,14 +174,17 @@ class Instance:
         if self.is_idle or not view.is_free:
             return Plan(), ()
         plan = policy(view)
-        return plan, self.start(plan, now)
+        return plan, self.start(plan, now, view)
 
-    def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
+    def start(
+        self, plan: Plan, now: float, view: InstanceView | None = None
+    ) -> tuple[EngineStep, ...]:
         """Check a plan, move sequences and take pages.
 
         Args:
             plan: Plan of the policy for the state as it is.
             now: Seconds on the instance's clock.
+            view: What the policy saw, if it is at hand.
 
         Returns:
             A step to be executed and then given to `apply`; none where there is nothing to do.
@@ -189,10 +192,10 @@ class Instance:
         Raises:
             PlanError: The plan breaks a rule; nothing was changed.
         """
-        view = self.view(now)
+        view = view or self.view(now)
         check(plan, view, self.policy)
         out = tuple(s for e in plan.evict if (s := self._evict(e.id, e.kind)) is not None)
-        waiting = {sequence.id: sequence for sequence in view.waiting if sequence.id in plan.admit}
+        waiting = view.queued(plan.admit)
         for id_ in plan.admit:
             self._admit(waiting[id_], view.hits(waiting[id_]), now)
         back = tuple(self._restore(id_) for id_ in plan.restore)

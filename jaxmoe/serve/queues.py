@@ -60,11 +60,10 @@ class Queues:
         Raises:
             AssertionError: A sequence was lost or counted twice.
         """
-        live = [*self.waiting]
-        for group in (self.running, self.swapped, self.moving):
-            live.extend(group.values())
-        total = len(live) + sum(self.ended.values()) + self.moved_away
-        if self.submitted != total or len(live) != len(self.sequences):
+        groups = (self.waiting, self.running, self.swapped, self.moving)
+        live = sum(map(len, groups))
+        total = live + sum(self.ended.values()) + self.moved_away
+        if self.submitted != total or live != len(self.sequences):
             raise AssertionError(
                 f"{self.submitted} submitted, but {len(self.waiting)} waiting,"
                 f" {len(self.running)} running, {len(self.swapped)} swapped, {len(self.moving)}"

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from jaxmoe.serve.blocks import BlockPool
 from jaxmoe.serve.facts import Facts
@@ -52,6 +53,21 @@ class InstanceView:
     def ledger(self) -> PageLedger:
         """Return a count of free pages to plan with."""
         return PageLedger(self.pool)
+
+    def queued(self, ids: Iterable[int]) -> dict[int, Sequence]:
+        """Return waiting sequences by request, without ids that do not wait.
+
+        Args:
+            ids: Requests; the queue is read up to the last of them.
+        """
+        wanted = set(ids)
+        found: dict[int, Sequence] = {}
+        for sequence in self.waiting if wanted else ():
+            if sequence.id in wanted:
+                found[sequence.id] = sequence
+                if len(found) == len(wanted):
+                    break
+        return found
 
     def hits(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the cached pages with which a waiting sequence would begin."""

@@ -72,14 +72,17 @@ class RowsInstance(Instance):
         self._steps_per_token = steps_per_token
         self._rows: dict[int, _DiffusionRow] = {}
 
-    def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
+    def start(
+        self, plan: Plan, now: float, view: InstanceView | None = None
+    ) -> tuple[EngineStep, ...]:
         """Take rows, and return the step of all that are planned.
 
         Args:
             plan: Plan of `plan_rows` for the state as it is.
             now: Seconds on the instance's clock.
+            view: What the policy saw, if it is at hand.
         """
-        waiting = {sequence.id: sequence for sequence in self.queues.waiting}
+        waiting = (view or self.view(now)).queued(plan.admit)
         for id_ in plan.admit:
             self._admit(waiting[id_], (), now)
             self._rows[id_] = self._begun(waiting[id_].request)

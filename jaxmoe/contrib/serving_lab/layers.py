@@ -114,6 +114,9 @@ class LayersDraft(Draft):
         return count
 
 
+_VIEW_FIELDS = tuple(field.name for field in dataclasses.fields(InstanceView))
+
+
 class LayersInstance(Instance):
     """Requests of one instance whose pieces may stop between layers.
 
@@ -131,16 +134,19 @@ class LayersInstance(Instance):
         flying = {work.id for step in self.flying for work in step.works}
         progress = {id_: state for id_, state in self._progress.items() if id_ not in flying}
         running = self.queues.running.values()
-        fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
-        fields["running"] = tuple(s for s in running if not s.is_busy or s.id in progress)
-        fields["busy"] = tuple(s for s in running if s.is_busy and s.id not in progress)
+        fields = {name: getattr(view, name) for name in _VIEW_FIELDS}
+        if progress:
+            fields["running"] = tuple(s for s in running if not s.is_busy or s.id in progress)
+            fields["busy"] = tuple(s for s in running if s.is_busy and s.id not in progress)
         return LayersView(**fields, progress=progress)
 
-    def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
+    def start(
+        self, plan: Plan, now: float, view: InstanceView | None = None
+    ) -> tuple[EngineStep, ...]:
         """Check the layers of a plan too, and start its step."""
         for piece in plan.pieces:
             self._check_layers(piece)
-        steps = super().start(plan, now)
+        steps = super().start(plan, now, view)
         for eviction in plan.evict:
             if self._progress.pop(eviction.id, None) is not None:
                 self.queues.sequences[eviction.id].is_busy = False

@@ -11,6 +11,7 @@ from jaxmoe.contrib.serving_lab.layers import LayersInstance
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import Plan, PlanError, PromptPiece
 from jaxmoe.serve.step import EngineStep
+from jaxmoe.serve.view import InstanceView
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ class LaneStep(EngineStep):
 class LanesInstance(LayersInstance):
     """Requests of one simulated instance, whose device may be split."""
 
-    def start(self, plan: Plan, now: float) -> tuple[EngineStep, ...]:
+    def start(
+        self, plan: Plan, now: float, view: InstanceView | None = None
+    ) -> tuple[EngineStep, ...]:
         """Check the lanes of a plan too, and start a step for each."""
         free = free_lanes(self.flying, self.facts)
         lanes = lanes_of(plan)
@@ -67,7 +70,7 @@ class LanesInstance(LayersInstance):
         for lane in lanes:
             if not 0 < lane.share <= 1:
                 raise PlanError(self.policy, "share", f"share={lane.share} of lane {lane.number}")
-        steps = super().start(plan, now)
+        steps = super().start(plan, now, view)
         if not steps:
             return ()
         (step,) = steps

@@ -15,8 +15,8 @@ def _traces_of(function):
     """Return the result of a function, and the number of functions that JAX traced for it."""
     traced = []
 
-    def listen(event, duration, **rest):
-        del duration, rest
+    def listen(event, duration_secs, **kwargs):
+        del duration_secs, kwargs
         traced.extend([event] * ("jaxpr_trace" in event))
 
     jax.monitoring.register_event_duration_secs_listener(listen)

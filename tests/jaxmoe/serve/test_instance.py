@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxmoe.serve import BATCHING, End, Facts, Instance, Request, Result, Sampling, Shapes
 from jaxmoe.serve.facts import youngest
+from jaxmoe.serve.sequence import Sequence
 from tests.support.page_executor import PageExecutor, Streams, answer, serve
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -277,3 +278,23 @@ def test_a_step_says_where_every_token_goes():
     step, _ = step_of(instance, policy, executor, 1.0)
     (work,) = step.singles
     assert (work.tokens, work.start, work.draws, work.index) == ((11,), 6, True, 1)
+
+
+def _looks_at_the_queue(num_waiting, monkeypatch):
+    """Return how often a step asks a sequence for its id, behind a queue of some length."""
+    facts = Facts(num_pages=8, page_size=4, max_running=2, max_length=LENGTH, max_waiting=10_000)
+    instance = Instance(facts)
+    for number in range(num_waiting):
+        instance.submit(Request(id=number, prompt=(1, 2), sampling=Sampling(max_tokens=4)), 0.0)
+    policy = BATCHING["split_fuse"]().build(facts)
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "id", property(lambda one: asked.append(1) or one.request.id))
+        _, (step,) = instance.next_steps(policy, 0.0)
+        instance.apply(step, {work.id: Result(7) for work in step.works}, 1.0)
+    assert len([*step.works]) == 2
+    return len(asked)
+
+
+def test_a_step_looks_at_no_more_of_a_long_queue(monkeypatch):
+    assert _looks_at_the_queue(1000, monkeypatch) == _looks_at_the_queue(50, monkeypatch)

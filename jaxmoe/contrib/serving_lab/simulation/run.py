@@ -36,6 +36,18 @@ from jaxmoe.serve.step import EngineStep
 class Simulation:
     """A fleet of equal instances that serves one workload.
 
+    Args:
+        arrivals: Workload.
+        facts: Properties of an instance.
+        batching: Policy of every instance.
+        cost: Cost of a step on one device of a kind.
+        num_instances: Instances at the start.
+        dispatch: Policy that gives each request its instance.
+        retention: What becomes of pages that are lacking.
+        scaling: Policy that changes the number of instances.
+        keeps_plans: Whether `plans` has the plan of every step; they take more memory than
+            everything else.
+
     Raises:
         ValueError: The batching policy needs what the facts do not have.
     """
@@ -51,6 +63,7 @@ class Simulation:
         dispatch: DispatchConfig | None = None,
         retention: RetentionConfig | None = None,
         scaling: ScalingConfig | None = None,
+        keeps_plans: bool = False,
     ):
         batching.check(facts)
         facts = dataclasses.replace(facts, kv_bytes=float(cost.sizes.kv_bytes))
@@ -61,7 +74,8 @@ class Simulation:
         dispatch = dispatch or LeastLoadedDispatchConfig()
         self.now = 0.0
         self.plans: list[tuple[int, Plan]] = []
-        """Plans with work, and the instance of each."""
+        """Plans with work, and the instance of each, if `keeps_plans`."""
+        self._keeps_plans = keeps_plans
         self.sequences: dict[int, ServedSequence] = {}
         """Sequences that have a whole answer, by request."""
         self.refused = 0
@@ -166,7 +180,7 @@ class Simulation:
     def _kick(self, number: int) -> None:
         """Start what the policy wants of an instance, if another step may start."""
         plan, steps = self.fleet.start(number, self.now)
-        if plan.num_tokens:
+        if self._keeps_plans and plan.num_tokens:
             self.plans.append((number, plan))
         for step in steps:
             parts = [WorkPart(len(w.tokens), w.start, layers_of(w)) for w in step.works]

@@ -46,6 +46,7 @@ def simulated_fleet(given, config, num_instances, facts, routes):
         COST,
         num_instances=num_instances,
         dispatch=config,
+        keeps_plans=True,
     )
     place = simulation.fleet._dispatcher.place
 

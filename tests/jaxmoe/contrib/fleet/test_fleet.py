@@ -82,7 +82,13 @@ def test_a_fleet_makes_the_placements_moves_and_plans_of_the_simulator(name):
         Arrival(request=one, time=float(time), answer=tuple(answer(one, 40))) for time, one in given
     ]
     simulation = Simulation(
-        arrivals, FACTS, BATCHING["split_fuse"](), COST, num_instances=3, dispatch=config
+        arrivals,
+        FACTS,
+        BATCHING["split_fuse"](),
+        COST,
+        num_instances=3,
+        dispatch=config,
+        keeps_plans=True,
     )
     expected = logged(simulation.fleet)
     simulation.run()
@@ -145,7 +151,7 @@ def test_the_engine_makes_the_plans_of_the_simulator(policy, retention):
         for time, one in requests(8)
     ]
     facts = dataclasses.replace(TIGHT, max_waiting=256)
-    simulation = Simulation(arrivals, facts, config, FREE_SWAPS, retention=kept)
+    simulation = Simulation(arrivals, facts, config, FREE_SWAPS, retention=kept, keeps_plans=True)
     simulation.run()
     assert [one for one in plans if one.num_tokens] == [one for _, one in simulation.plans]
     found = [tokens for tokens, _ in map(read, streams)]

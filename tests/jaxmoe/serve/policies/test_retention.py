@@ -46,7 +46,8 @@ def test_every_request_is_answered_and_all_pages_are_free_again(name):
 def test_no_request_is_admitted_before_an_earlier_one_that_is_swapped(batching):
     given = arrivals(rate=4000.0, answer_median=100.0, requests=24)
     config, away = BATCHING[batching](), set()
-    simulation = Simulation(given, TIGHT, config, COST, retention=SwapGroupsConfig()).run()
+    kept = SwapGroupsConfig()
+    simulation = Simulation(given, TIGHT, config, COST, retention=kept, keeps_plans=True).run()
     for _, plan in simulation.plans:
         away |= {one.id for one in plan.evict if one.kind == "swap"}
         away -= set(plan.restore)

@@ -180,7 +180,7 @@ def test_the_plans_are_those_of_an_executor_on_pages(policy):
     given = [
         Arrival(request=r, time=float(time), answer=tuple(answer(r, 40))) for time, r in requests
     ]
-    simulation = Simulation(given, facts, config, cost).run()
+    simulation = Simulation(given, facts, config, cost, keeps_plans=True).run()
     assert [plan for _, plan in simulation.plans] == [plan for plan in plans if plan.num_tokens]
 
 
