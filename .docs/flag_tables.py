@@ -60,6 +60,7 @@ COMMANDS = {
     "bench finetune": "experiments.bench.finetune:FinetuneBenchConfig",
     "bench chunks": "experiments.bench.chunks:ChunkBenchConfig",
     "bench compiled": "experiments.bench.compiled:CompiledBenchConfig",
+    "bench growth": "experiments.bench.growth:GrowthBenchConfig",
 }
 """The config class of each command; `describe` and `data` take the flags of `pretrain`."""
 

@@ -9,6 +9,7 @@
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
     python -m experiments.bench compiled [--recipe mixtral_8x7b --topology tpu:v5p:4x4x4]
+    python -m experiments.bench growth [--curves files resume]
     python -m experiments.bench accelerator [--minutes 8] [--parts step attention] [--list]
 
 Candidates take turns in one run, medians are compared, and the measured limit of the machine is
@@ -25,6 +26,7 @@ import jax
 from experiments.bench import chunks as bench_chunks
 from experiments.bench import compiled as bench_compiled
 from experiments.bench import finetune as bench_finetune
+from experiments.bench import growth as bench_growth
 from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
 from experiments.bench import serve as bench_serve
@@ -34,6 +36,7 @@ from experiments.bench.accelerator.command import AcceleratorBenchConfig
 from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.compiled import CompiledBenchConfig
 from experiments.bench.finetune import FinetuneBenchConfig
+from experiments.bench.growth import GrowthBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
@@ -86,6 +89,11 @@ def accelerator() -> AcceleratorBenchConfig:
     return AcceleratorBenchConfig()
 
 
+def growth() -> GrowthBenchConfig:
+    """Growth of costs with data, steps, requests and devices; five minutes."""
+    return GrowthBenchConfig()
+
+
 class Bench(NamedTuple):
     """One benchmark of the command."""
 
@@ -107,6 +115,7 @@ BENCHES: dict[str, Bench] = {
     "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
     "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),
     "compiled": Bench(compiled, bench_compiled.bench_compiled, bench_compiled.in_words),
+    "growth": Bench(growth, bench_growth.bench_growth, bench_growth.in_words, holds_devices=False),
     "accelerator": Bench(
         accelerator,
         bench_accelerator.bench_accelerator,
