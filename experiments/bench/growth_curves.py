@@ -47,7 +47,7 @@ _STEPS_OF_A_QUEUE = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
+class GrowthCurve:
     """Work whose cost grows with the size of something."""
 
     what: str
@@ -183,73 +183,73 @@ def _iterate(size: int, folder: pathlib.Path) -> Work:
     return lambda: jax.block_until_ready(update(gradients, state, params))
 
 
-CURVES: dict[str, Curve] = {
-    "files": Curve(
+CURVES: dict[str, GrowthCurve] = {
+    "files": GrowthCurve(
         what="a warm start with text in many files",
         unit="files",
         sizes=(500, 2000, 8000),
         prepare=_write_files,
         begin=lambda size, folder: _source(folder).build,
     ),
-    "text": Curve(
+    "text": GrowthCurve(
         what="reading one text file, byte tokenizer",
         unit="MB",
         sizes=(8, 32, 128),
         prepare=_write_text,
         begin=lambda size, folder: _source(folder).build,
     ),
-    "resume": Curve(
+    "resume": GrowthCurve(
         what="metrics.jsonl of a run that is resumed",
         unit="steps",
         sizes=(10_000, 40_000, 160_000),
         prepare=_write_metrics,
         begin=_resume,
     ),
-    "report": Curve(
+    "report": GrowthCurve(
         what="curves of a report",
         unit="steps",
         sizes=(10_000, 40_000, 160_000),
         prepare=_write_metrics,
         begin=_draw,
     ),
-    "loads": Curve(
+    "loads": GrowthCurve(
         what="saving 1,024 records of 16 layers",
         unit="experts",
         sizes=(16, 64, 256),
         begin=_save_loads,
     ),
-    "save": Curve(
+    "save": GrowthCurve(
         what="saving a state",
         unit="MB",
         sizes=(64, 256, 512),
         begin=_save,
     ),
-    "restore": Curve(
+    "restore": GrowthCurve(
         what="restoring a state, verified",
         unit="MB",
         sizes=(64, 256, 512),
         prepare=_write_state,
         begin=_restore,
     ),
-    "queue": Curve(
+    "queue": GrowthCurve(
         what=f"{_STEPS_OF_A_QUEUE} steps of an engine behind a queue",
         unit="requests",
         sizes=(100, 1000, 10_000),
         begin=_queue,
     ),
-    "requests": Curve(
+    "requests": GrowthCurve(
         what="simulated requests",
         unit="requests",
         sizes=(250, 1000, 4000),
         begin=_simulate,
     ),
-    "chips": Curve(
+    "chips": GrowthCurve(
         what="a plan of OLMoE without compiling",
         unit="chips",
         sizes=(8, 64, 512),
         begin=_plan,
     ),
-    "experts": Curve(
+    "experts": GrowthCurve(
         what="Muon's directions of matrices of 64 x 128",
         unit="experts",
         sizes=(32, 128, 512),

@@ -195,7 +195,7 @@ class Instance:
         view = view or self.view(now)
         check(plan, view, self.policy)
         out = tuple(s for e in plan.evict if (s := self._evict(e.id, e.kind)) is not None)
-        waiting = view.queued(plan.admit)
+        waiting = view.find_waiting(plan.admit)
         for id_ in plan.admit:
             self._admit(waiting[id_], view.hits(waiting[id_]), now)
         back = tuple(self._restore(id_) for id_ in plan.restore)

@@ -68,7 +68,7 @@ class _Check:
             self.require("restore", id_ in swapped, f"sequence {id_} is not swapped")
             self.enter(swapped[id_], num_pages(swapped[id_].computed, facts.page_size))
             self.left[id_] = swapped[id_].left
-        waiting = view.queued(plan.admit)
+        waiting = view.find_waiting(plan.admit)
         for id_ in plan.admit:
             self.require("admit", id_ in waiting, f"sequence {id_} does not wait")
             hits = view.hits(waiting[id_])

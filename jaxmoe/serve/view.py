@@ -54,7 +54,7 @@ class InstanceView:
         """Return a count of free pages to plan with."""
         return PageLedger(self.pool)
 
-    def queued(self, ids: Iterable[int]) -> dict[int, Sequence]:
+    def find_waiting(self, ids: Iterable[int]) -> dict[int, Sequence]:
         """Return waiting sequences by request, without ids that do not wait.
 
         Args:

@@ -82,7 +82,7 @@ class RowsInstance(Instance):
             now: Seconds on the instance's clock.
             view: What the policy saw, if it is at hand.
         """
-        waiting = (view or self.view(now)).queued(plan.admit)
+        waiting = (view or self.view(now)).find_waiting(plan.admit)
         for id_ in plan.admit:
             self._admit(waiting[id_], (), now)
             self._rows[id_] = self._begun(waiting[id_].request)

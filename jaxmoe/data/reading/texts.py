@@ -108,12 +108,12 @@ def _parts(
             yield decoder.decode(chunk)
         decoder.end()
     except BadRecord as error:
-        raise _changed(path) from error
+        raise _change_error(path) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if count != num_bytes:
-        raise _changed(path)
+        raise _change_error(path)
 
 
-def _changed(path: epath.Path) -> DataError:
+def _change_error(path: epath.Path) -> DataError:
     return DataError(f"{path} changed while it was read: start again when nothing writes to it")
