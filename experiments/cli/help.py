@@ -17,10 +17,10 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, get_args, get_origin
 
-from experiments.cli.choices import find_choices, nested_configs, with_value
+from experiments.cli.choices import FieldChoice, find_choices, nested_configs, with_value
 from jaxmoe import catalog
 from jaxmoe.configs import (
     alternatives,
@@ -122,11 +122,15 @@ def _with_group(config: Any, group: str) -> Any:
     """Return the config with the defaults of a group that is off, and has one class."""
     paths = dict(nested_configs(config))
     for choice in find_choices(config):
-        is_off = choice.is_optional and group not in paths
-        if choice.path == group and is_off and len(choice.members) == 1:
+        if choice.path == group and _is_off(choice, paths):
             (member,) = choice.members.values()
             return with_value(config, group.split("."), member())
     return config
+
+
+def _is_off(choice: FieldChoice, groups: Container[str]) -> bool:
+    """Return whether a choice is of one class and none, so that a flag of the class is enough."""
+    return choice.is_optional and len(choice.members) == 1 and choice.path not in groups
 
 
 def _item(config: Any, group: str) -> Any:
@@ -138,10 +142,18 @@ def _item(config: Any, group: str) -> Any:
     return None
 
 
+_FEW = 4
+"""Number of groups up to which those that are off are listed among the choices."""
+
+
 def _choices(config: Any, group: str = "") -> Iterator[str]:
     """Yield the list of choices within a group, if there are any."""
     choices = [c for c in find_choices(config) if not c.path.rpartition(".")[2].isdigit()]
     choices = [c for c in choices if not group or f"{c.path}.".startswith(f"{group}.")]
+    paths = dict(nested_configs(config))
+    off = [choice.path for choice in choices if _is_off(choice, paths)]
+    off = off if len(off) > _FEW else []
+    choices = [choice for choice in choices if choice.path not in off]
     if choices:
         lines: list[str] = []
         for choice in choices:
@@ -160,6 +172,9 @@ def _choices(config: Any, group: str = "") -> Iterator[str]:
                 *lines,
             ]
         )
+    if off:
+        heading = "Groups that are off until a flag of theirs is given; GROUP:none leaves them off:"
+        yield "\n".join([*_wrap(heading, ""), *_wrap(f"  {'  '.join(off)}", "  ")])
 
 
 def _members(config: Any, group: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from experiments.cli.help import help_page
 from jaxmoe import catalog
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.tracking import MissingPackageError
+from jaxmoe.training.guard import GuardConfig
 from tests.support.small_configs import (
     Balance,
     Bias,
@@ -244,6 +245,16 @@ def test_help_of_a_part_has_the_flags_that_add_it():
     page = help_page(PretrainConfig(), "snapshots", "prog", "A command.")
     assert page.startswith("snapshots: Keeps the state in host memory, with parity")
     assert "  --snapshots.every INT\n        Steps between snapshots. (default: 10)" in page
+
+
+def test_groups_that_are_off_are_listed_together():
+    page = help_page(PretrainConfig(), "", "prog", "A command.")
+    _, listed = page.split("Groups that are off until a flag of theirs is given")
+    assert {"run.lock", "training.guard", "checkpoint.initial"} <= set(listed.split())
+    assert "training.guard:guard" not in page and "  model.moe:moe | none" in page
+    given = dataclasses.replace(PretrainConfig().training, guard=GuardConfig())
+    page = help_page(dataclasses.replace(PretrainConfig(), training=given), "", "prog", "A.")
+    assert "training.guard:guard | none" in page
 
 
 def test_help_of_a_group_that_is_off_has_its_fields():

@@ -244,7 +244,7 @@ class PipelineArrays:
     gathered: Any = None
     """Parameters gathered once a step, or None."""
     statistics: RouterStatistics | None = None
-    """Of the first of two passes."""
+    """Statistics of the first of two passes."""
     key_data: Array | None = None
     """Key of the routers' noise; None without noise."""
 
