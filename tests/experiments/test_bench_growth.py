@@ -38,7 +38,7 @@ def test_the_exponent_is_that_of_the_last_two_points(costs, power):
 
 def test_a_wrong_curve_is_answered_with_the_right_one(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
-        bench.main(["growth", "--curves", "filse", "--run.directory", str(tmp_path)])
+        bench.main(["growth", "--curves", "filesx", "--run.directory", str(tmp_path)])
     assert ended.value.code == 2
     assert "did you mean 'files'?" in capsys.readouterr().err
 
