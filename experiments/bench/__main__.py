@@ -90,7 +90,7 @@ def accelerator() -> AcceleratorBenchConfig:
 
 
 def growth() -> GrowthBenchConfig:
-    """Growth of costs with data, steps, requests and devices; five minutes."""
+    """Growth of costs with data, steps, requests and devices; six minutes."""
     return GrowthBenchConfig()
 
 

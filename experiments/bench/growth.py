@@ -23,6 +23,9 @@ from experiments.bench.step import BenchRunConfig
 from experiments.cli.output import say
 from jaxmoe.configs import closest
 
+_EXPONENTS = (("exponent", "seconds", 0.05), ("memory_exponent", "bytes", 16e6))
+"""Exponents, their costs, and the largest cost below which an exponent would be that of noise."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GrowthBenchConfig:
@@ -72,7 +75,10 @@ def in_words(summary: dict[str, Any]) -> str:
                 " ".join(f"{size:,}" for size in curve["sizes"]) + f" {unit}",
                 " ".join(f"{seconds:.2f}" for seconds in curve["seconds"]) + " s",
                 " ".join(f"{count / 1e6:.0f}" for count in curve["bytes"]) + " MB",
-                f"{curve['exponent']:.1f}, {curve['memory_exponent']:.1f}",
+                ", ".join(
+                    f"{curve[power]:.1f}" if curve[costs][-1] >= least else "-"
+                    for power, costs, least in _EXPONENTS
+                ),
                 f"{curve['seconds'][-1] / curve['sizes'][-1] * 1e6:,.1f} us,"
                 f" {curve['bytes'][-1] / curve['sizes'][-1] / 1e3:,.1f} kB",
             )

@@ -246,7 +246,7 @@ CURVES: dict[str, GrowthCurve] = {
     "chips": GrowthCurve(
         what="a plan of OLMoE without compiling",
         unit="chips",
-        sizes=(8, 64, 512),
+        sizes=(8, 32, 128),
         begin=_plan,
     ),
     "experts": GrowthCurve(
