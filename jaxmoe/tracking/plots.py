@@ -29,7 +29,7 @@ import numpy as np
 from jaxmoe.disk import replace_file
 from jaxmoe.optional import require
 from jaxmoe.tracking.history import read_router_load
-from jaxmoe.tracking.jsonl import CURVE_LINES, read_metrics
+from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.reference_lines import draw_references, loss_limits, note_cut_start
 from jaxmoe.tracking.smoothing import bin_means, smooth
 from jaxmoe.tracking.tracker import (
@@ -51,7 +51,7 @@ BLUE, ORANGE, GRAY = "#2563a8", "#d1571f", "#6b7280"
 
 
 def plot_run(
-    metrics_file: str | os.PathLike[str],
+    series: Series,
     router_file: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
@@ -61,7 +61,7 @@ def plot_run(
     """Draw all pictures of a run.
 
     Args:
-        metrics_file: `metrics.jsonl`.
+        series: Steps and values by metric, of `metrics.jsonl`.
         router_file: `router.npz`; need not exist.
         directory: Where the PNG files go.
         references: Loss of other predictors by label, in the same unit, drawn as lines into it.
@@ -76,7 +76,6 @@ def plot_run(
         OSError: If a file cannot be written.
     """
     directory = pathlib.Path(directory)
-    series = read_metrics(metrics_file, max_lines=CURVE_LINES)
     written = []
     if LOSS in series:
         written.append(directory / "loss.png")

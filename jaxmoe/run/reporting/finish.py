@@ -26,6 +26,7 @@ from jaxmoe.run.reporting.summary import (
 )
 from jaxmoe.run.supervision import Watches
 from jaxmoe.tracking.history import read_router_load
+from jaxmoe.tracking.jsonl import CURVE_LINES, read_metrics
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.stopwatch import FINISH
@@ -91,15 +92,16 @@ def _write_files(
             replace_file(directory.samples_file, samples)
     say("drawing plots and the report ...")
     with DiskGuard(directory.report_file).warning_once():
+        metrics = read_metrics(directory.metrics_file, max_lines=CURVE_LINES)
         plot_run(
-            directory.metrics_file,
+            metrics,
             directory.router_file,
             directory.plots_directory,
             references=references,
             bytes_per_token=assembly.source.bytes_per_token,
         )
         config = to_json(assembly.plan.config)
-        write_run_report(directory, name, summary, samples, config)
+        write_run_report(directory, name, summary, samples, config, metrics)
     try:
         directory.write_summary(summary)
     except ValueError as error:

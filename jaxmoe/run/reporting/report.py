@@ -15,7 +15,7 @@ from jaxmoe.run.provenance.lineage import read_lineage
 from jaxmoe.run.reporting.pipelines import pipeline_of_report
 from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.history import read_router_load
-from jaxmoe.tracking.jsonl import CURVE_LINES, read_metrics
+from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.plots import plot_run
 from jaxmoe.tracking.report import write_report
 from sharding import axes as ax
@@ -27,6 +27,7 @@ def write_run_report(
     summary: Mapping[str, Any],
     samples: str,
     config: Mapping[str, Any],
+    metrics: Series,
 ) -> None:
     """Write report.html from the files of a run and its summary.
 
@@ -36,6 +37,7 @@ def write_run_report(
         summary: Content of summary.json.
         samples: Generated text; may be empty.
         config: Configuration of the run as JSON.
+        metrics: Steps and values by metric, of metrics.jsonl.
 
     Raises:
         OSError: The page cannot be written.
@@ -43,7 +45,6 @@ def write_run_report(
     """
     has_loads = directory.router_file.exists()
     stages = (summary.get("mesh") or {}).get(ax.STAGE, 1)
-    metrics = read_metrics(directory.metrics_file, max_lines=CURVE_LINES)
     rewards = directory.plots_directory / "rewards.png"
     sections = [
         pkgutil.resolve_name(section)(directory, metrics)
@@ -81,7 +82,7 @@ def rebuild_report(run: RecordedRun) -> pathlib.Path:
     directory = run.directory
     with directory.usable():
         plot_run(
-            directory.metrics_file,
+            run.series,
             directory.router_file,
             directory.plots_directory,
             references=run.summary.get("references_bits"),
@@ -94,5 +95,6 @@ def rebuild_report(run: RecordedRun) -> pathlib.Path:
             run.summary,
             samples.read_text() if samples.exists() else "",
             run.config,
+            run.series,
         )
     return directory.report_file

@@ -32,7 +32,7 @@ def report(tmp_path, mesh, *, micro_batches=4, chunks=1, skipping=None):
     resolved = {axis: size for axis, size in mesh.resolve(8).by_axis.items() if size > 1}
     directory = RunDirectory(str(tmp_path))
     pathlib.Path(directory.metrics_file).write_text("")
-    write_run_report(directory, "run", {"mesh": resolved}, "", to_json(config))
+    write_run_report(directory, "run", {"mesh": resolved}, "", to_json(config), {})
     return directory.report_file.read_text()
 
 

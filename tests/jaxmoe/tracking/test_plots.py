@@ -20,6 +20,7 @@ from jaxmoe.tracking import (
     RouterLoadRecorder,
     plot_run,
     plots,
+    read_metrics,
     write_report,
 )
 from jaxmoe.tracking.plots import plot_router_load
@@ -60,7 +61,7 @@ def test_the_picture_of_the_loss_names_its_unit(
     figures = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
     plot_run(
-        made_up_run / "metrics.jsonl",
+        read_metrics(made_up_run / "metrics.jsonl"),
         made_up_run / "none.npz",
         made_up_run,
         bytes_per_token=bytes_per_token,
@@ -74,7 +75,7 @@ def test_the_picture_of_the_loss_names_its_unit(
 
 def test_all_pictures_of_a_run(made_up_run):
     written = plot_run(
-        made_up_run / "metrics.jsonl",
+        read_metrics(made_up_run / "metrics.jsonl"),
         made_up_run / "router.npz",
         made_up_run / "plots",
         references={"order 1": 3.53, "order 2": 2.43, "order 2, again": 2.44},
@@ -87,7 +88,8 @@ def test_all_pictures_of_a_run(made_up_run):
     lines = (made_up_run / "metrics.jsonl").read_text().splitlines()
     short = [{k: v for k, v in json.loads(x).items() if k in ("step", LOSS)} for x in lines]
     (made_up_run / "short.jsonl").write_text("".join(json.dumps(x) + "\n" for x in short))
-    written = plot_run(made_up_run / "short.jsonl", made_up_run / "none.npz", made_up_run / "p")
+    short_series = read_metrics(made_up_run / "short.jsonl")
+    written = plot_run(short_series, made_up_run / "none.npz", made_up_run / "p")
     assert [path.name for path in written] == ["loss.png"]
 
 
@@ -150,5 +152,6 @@ def test_a_run_on_its_own_answers_has_a_picture_of_their_rewards(tmp_path):
     for step in range(1, 4):
         tracker.log(step, {"rl/reward": 0.2 * step, "rl/solved": 0.1 * step, "rl/length": 3.0})
     tracker.close()
-    (written,) = plot_run(tmp_path / "metrics.jsonl", tmp_path / "router.npz", tmp_path)
+    series = read_metrics(tmp_path / "metrics.jsonl")
+    (written,) = plot_run(series, tmp_path / "router.npz", tmp_path)
     assert written.name == "rewards.png" and written.read_bytes().startswith(b"\x89PNG")

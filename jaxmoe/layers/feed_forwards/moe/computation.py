@@ -217,13 +217,13 @@ class Computation:
         )
 
     def _observe(
-        self, tokens: Array, logits: Array, computed: Assignments, weights: Any, batch: int
+        self, tokens: Array, logits: Array, assignments: Assignments, weights: Any, batch: int
     ) -> dict[str, Array]:
         """Return what the observer sees of every token [B s]."""
         call = ExpertCall(
             tokens=tokens,
             logits=logits,
-            assignments=computed,
+            assignments=assignments,
             dispatch=self._dispatcher(),
             experts=self._experts(),
             weights=weights,
