@@ -211,23 +211,24 @@ def exists(dotted: str) -> bool:
     return False
 
 
-def test_dotted_names_of_docstrings_and_pages_exist():
+def mentions(pattern):
+    """Return path, line and name of what a pattern finds in docstrings and pages."""
     found = [
         (path, line + text.count("\n", 0, name.start()), name[1])
         for path, line, text in texts()
-        for name in DOTTED.finditer(text)
+        for name in pattern.finditer(text)
     ]
     assert len(found) > 100
+    return found
+
+
+def test_dotted_names_of_docstrings_and_pages_exist():
+    found = mentions(DOTTED)
     check(at(path, line, name) for path, line, name in found if not exists(name))
 
 
 def test_files_of_docstrings_and_pages_exist():
-    found = [
-        (path, line + text.count("\n", 0, name.start()), name[1])
-        for path, line, text in texts()
-        for name in FILE.finditer(text)
-    ]
-    assert len(found) > 100
+    found = mentions(FILE)
     check(
         at(path, line, name)
         for path, line, name in found
