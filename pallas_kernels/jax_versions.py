@@ -131,6 +131,17 @@ def load_tile(ref: Any, layout: Any) -> Array:
     return _load(ref, layout=layout)
 
 
+def store_in_global(ref: Any, value: Array) -> None:
+    """Store an array that is in registers in a GPU's global memory, rows of any length.
+
+    A plain assignment is one on 0.10 and 0.11; 0.12 refuses it where rows are no whole cache lines.
+    """
+    if hasattr(mosaic_gpu, "store"):
+        mosaic_gpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def _load(ref: Any, **options: Any) -> Array:
     index = inspect.signature(mosaic_gpu.load).parameters.get("idx")
     wants_index = index is not None and index.default is inspect.Parameter.empty

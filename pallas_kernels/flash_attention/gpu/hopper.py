@@ -58,6 +58,7 @@ from pallas_kernels.gpu.hopper_parts import (
     slot_of,
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+from pallas_kernels.jax_versions import store_in_global
 
 
 def _attend_kernel(
@@ -147,7 +148,7 @@ def _attend_kernel(
         is_seen = total > 0.0
         total_or_1 = jnp.where(is_seen, total, 1.0)
         lse = (top + jnp.log2(total_or_1)) * (1.0 / LOG2_E)
-        lse_ref[sequence, head, rows] = jnp.where(is_seen, lse, -jnp.inf)
+        store_in_global(lse_ref.at[sequence, head, rows], jnp.where(is_seen, lse, -jnp.inf))
         own_out = (q_smem if out_smem is None else out_smem).at[warpgroup]
         own_out[...] = (out * along(1.0 / total_or_1, out.shape, 0)).astype(dtype)
         plgpu.commit_smem()

@@ -40,6 +40,7 @@ from pallas_kernels.gpu.hopper_parts import (
     slot_of,
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
+from pallas_kernels.jax_versions import store_in_global
 
 
 def _d_q_kernel(
@@ -91,7 +92,7 @@ def _d_q_kernel(
             return d_q
 
         d_q = registers.constant((ROWS, q_smem.shape[-1]), 0.0)
-        d_q_ref[sequence, rows, head] = walk.fold(step, d_q) * rules.scale
+        store_in_global(d_q_ref.at[sequence, rows, head], walk.fold(step, d_q) * rules.scale)
 
     @pl.when(warpgroup == COMPUTING)
     def _load():
@@ -164,7 +165,9 @@ def _d_kv_kernel(
         widths = {"k": k_smem.shape[-1], "v": v_smem.shape[-1]}
         sums = tuple(registers.constant((ROWS, widths[name]), 0.0) for name in names)
         for name, ref, total in zip(names, results, walk.fold(step, sums), strict=True):
-            ref[sequence, rows, head] = total * rules.scale if name == "k" else total
+            store_in_global(
+                ref.at[sequence, rows, head], total * rules.scale if name == "k" else total
+            )
 
     @pl.when(warpgroup == COMPUTING)
     def _load():

@@ -46,7 +46,7 @@ from pallas_kernels.gpu.hopper_parts import (
     shared_memory,
 )
 from pallas_kernels.jax_versions import mosaic_gpu as plgpu
-from pallas_kernels.jax_versions import transposed_ref
+from pallas_kernels.jax_versions import store_in_global, transposed_ref
 from pallas_kernels.quantized_matmul.gpu.scales import Scaled, fill_tiles, pad
 from pallas_kernels.quantized_matmul.gpu.tiles import STEP, QuantizedTiles, tiles_widened
 
@@ -142,7 +142,7 @@ def _widened_kernel(*refs, tiles, is_given, sections, sums, registers):
             total,
         )
         total = through(steps - tiles.section, total, is_last=True)
-        at["out"][split, columns(warpgroup), rows] = total
+        store_in_global(at["out"].at[split, columns(warpgroup), rows], total)
 
     @pl.when(warpgroup == COMPUTING)
     def _load():

@@ -420,19 +420,22 @@ def _expert_inputs(dtype="float32", dims=(60, 40, 24), sizes=(31, 0, 20)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_quantised", [False, True])
-def test_swiglu(is_quantised):
+@pytest.mark.parametrize("has_factors", [False, True])
+def test_swiglu(is_quantised, has_factors):
     """Value and gradients of SwiGLU composed of the products."""
     rows, gate_up, down, d_out, sizes = _expert_inputs()
     if is_quantised:
         gate_up, down = quantize(gate_up, "int8", axis=-3), quantize(down, "int8", axis=-2)
     floating = (rows,) if is_quantised else (rows, gate_up, down)
+    factors = (jnp.linspace(0.0, 1.0, rows.shape[0]),) if has_factors else ()
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(function, *floating):
-        def apply(*given):
-            return function(*given, *((gate_up, down) if is_quantised else ()), sizes)
+        def apply(floating, factors):
+            weights = (gate_up, down) if is_quantised else ()
+            return function(*floating, *weights, sizes, *factors)
 
-        out, pull = jax.vjp(apply, *floating)
+        out, pull = jax.vjp(apply, floating, factors)
         return out, pull(d_out)
 
     ours = run(functools.partial(swiglu_gpu.grouped_swiglu, products=TRITON), *floating)
