@@ -34,6 +34,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.host_memory import machine_memory
 from jaxmoe.json_bounds import (
     MAX_JSON_BYTES,
     MAX_JSON_DEPTH,
@@ -147,7 +148,7 @@ def beyond_memory(arrays: Mapping[str, Any]) -> str:
         arrays: Arrays of a manifest in which `contents` found nothing.
     """
     needed = sum(map(_bytes_of, arrays.values()))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_memory()
     if needed <= memory:
         return ""
     return f"its arrays need {needed} bytes, and this host has {memory}: restore it to a target"

@@ -8,6 +8,7 @@ memory. The next step waits for that pass only, because XLA orders a donation af
 before it. The copy takes the memory of a second state until its transfer to the host has ended.
 
     reason_against(state)    why a second state must not be put on the devices
+    is_on_host(state)        whether a writer reads the state where it is, and keeps it until then
     copy_state(state)        the copy, which need not be ready
 
 Source: lazy copies of DataStates-LLM (arXiv 2406.10707, section 4), which let the copy overlap with
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxmoe.host_memory import memory_left
 from jaxmoe.state_tree import ExternalArray
 
 
@@ -48,14 +50,45 @@ def reason_against(state: Any) -> str:
             return f"arrays are in {kind} memory"
         size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         needed[device] = needed.get(device, 0) + size
+    if reason := _reason_of_the_host(arrays):
+        return reason
     for device, size in needed.items():
         stats = _stats(device)
         limit = stats.get("bytes_limit")
         peak = stats.get("peak_bytes_in_use")
         if limit is not None and peak is not None and size > limit - peak:
-            free = f"{(limit - peak) / 1e6:.1f} MB of device memory are free at the peak of a step"
-            return f"{free}, and a copy of the state needs {size / 1e6:.1f} MB"
+            return _in_words(limit - peak, "device", size)
     return ""
+
+
+def is_on_host(state: Any) -> bool:
+    """Return whether arrays are on CPU devices, whose memory is that of the host.
+
+    A writer reads such an array without a copy: until it has written it, a step that donates the
+    array gets new memory.
+
+    Args:
+        state: Tree of arrays.
+    """
+    arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+    return any(device.platform == "cpu" for x in arrays for device in x.sharding.device_set)
+
+
+def _reason_of_the_host(arrays: list[jax.Array]) -> str:
+    """Return why this host cannot hold a second copy of the arrays of its CPU devices."""
+    needed = sum(
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array in arrays
+        for device in array.sharding.addressable_devices
+        if device.platform == "cpu"
+    )
+    left = memory_left() if needed else None
+    return "" if left is None or needed <= left else _in_words(left, "host", needed)
+
+
+def _in_words(left: int, owner: str, needed: int) -> str:
+    free = f"{left / 1e6:.1f} MB of {owner} memory are free at the peak of a step"
+    return f"{free}, and a copy of the state needs {needed / 1e6:.1f} MB"
 
 
 def _stats(device: jax.Device) -> dict[str, int]:

@@ -58,9 +58,9 @@ def damage(step: Any) -> list[str]:
         if name not in names:
             lines.append(f"{name}: missing")
             continue
-        here = (step / name).stat().st_size
-        if here != size:
-            lines.append(f"{name}: {here} bytes, {size} were written")
+        length = (step / name).stat().st_size
+        if length != size:
+            lines.append(f"{name}: {length} bytes, {size} were written")
         elif _measure(step / name)[1] != crc:
             lines.append(f"{name}: its content has changed ({size} bytes)")
     return [*lines, *(f"{name}: was not written with it" for name in sorted(names - set(listed)))]

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint.base_model import BaseModel
-from jaxmoe.checkpoint.capture import reason_against
+from jaxmoe.checkpoint.capture import is_on_host, reason_against
 from jaxmoe.checkpoint.commit import TRASH, Commits, Fence
 from jaxmoe.checkpoint.damage import (
     Verify,
@@ -114,11 +114,7 @@ class CheckpointManager:
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
         self._manager.reload()
-        return sorted(
-            step
-            for step in self._manager.all_steps()
-            if (self.directory / str(step) / "manifest").exists()
-        )
+        return sorted(step for step in self._manager.all_steps() if self._has(step))
 
     def shared_steps(self) -> list[int]:
         """Return the steps that the first process lists; every process must call this."""
@@ -146,7 +142,8 @@ class CheckpointManager:
             data: Data position.
             is_lazy: Copy the state on its devices, and return before the transfer to the host and
                 the fingerprints. Where no second state fits, the save waits for them, with a
-                warning.
+                warning; for a state of the host's own devices, whose memory the writer reads, it
+                waits until all is written.
 
         Returns:
             False if this save, or the previous one that was still being written, failed; the
@@ -161,7 +158,8 @@ class CheckpointManager:
         check_arrays(state)
         check_json(config=config, data=data or {})
         packed = pack(state)
-        reason = reason_against(packed) if is_lazy else ""
+        is_written_in_place = is_on_host(packed)
+        reason = reason_against(packed) if is_lazy or is_written_in_place else ""
         is_failed = not self.finish()
         is_there = jax.process_index() == 0 and self._has(step)
         # In one exchange, because each takes milliseconds.
@@ -178,7 +176,8 @@ class CheckpointManager:
             return not is_failed
         if is_short and not self._has_warned:
             shown = reason or "another process has no memory for a copy of the state"
-            logger.warning("saves wait until the state is on the host: %s", shown)
+            end = "written" if is_written_in_place else "on the host"
+            logger.warning("saves wait until the state is %s: %s", end, shown)
             self._has_warned = True
         try:
             base = None if self._base is None else self._base.to_json()
@@ -192,6 +191,8 @@ class CheckpointManager:
         except SAVE_ERRORS as error:
             self._commits.note_failure(step, error)
             return False
+        if is_short and is_written_in_place:
+            return self.finish() and not is_failed
         return not is_failed
 
     def _has(self, step: int) -> bool:
@@ -240,7 +241,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: There is no such step; the message lists the steps.
         """
-        if step not in self.steps():
+        if not self._has(step):
             have = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
                 f"{self.directory} has no checkpoint of step {step} (has: {have})"
@@ -348,7 +349,7 @@ class CheckpointManager:
             CheckpointDamagedError: A file has changed; raised on all processes.
         """
         lines: list[str] = []
-        if jax.process_index() == 0 and step in self.steps():
+        if jax.process_index() == 0 and self._has(step):
             lines = self.damage(step)
         if agree(len(lines)):
             shown = "; ".join(lines[:5]) or "as the first process found"

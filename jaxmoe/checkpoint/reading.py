@@ -28,6 +28,7 @@ from jaxmoe.checkpoint.manifest import (
     check_target,
 )
 from jaxmoe.checkpoint.optional_parts import with_optional, without_optional
+from jaxmoe.host_memory import return_memory
 from jaxmoe.state_tree import SEPARATOR, is_key, pack, unpack
 from sharding.distributed import agree, share
 
@@ -146,7 +147,9 @@ def read_state(
     full_target = target
     target = without_optional(manifest, target)
     check_target(manifest, target, where)
-    packed = jax.eval_shape(pack, target)
+    # Not by a trace, which takes 64 bits of arrays on the host for 32 (JAX 0.11).
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target)
+    packed = pack(shapes)
     shardings = pack(jax.tree.map(sharding_of, target, is_leaf=is_key))
     abstract = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
@@ -156,6 +159,7 @@ def read_state(
     arguments = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
     with Reading(where), array_reader(ocp.StandardCheckpointHandler()) as reader:
         restored = reader.restore(path / "state", args=arguments)
+    return_memory()
     state = unpack(restored, target)
     if verify == "full":
         check_fingerprints(manifest, state, where)

@@ -29,6 +29,7 @@ from jaxmoe.checkpoint.commit import TRASH, LeaseLostError
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.disk import check_local
 from jaxmoe.fingerprints import begin_fingerprints
+from jaxmoe.host_memory import return_memory
 
 THREAD = "checkpoint save"
 """Name of the thread of a lazy save, without its number."""
@@ -100,6 +101,7 @@ class StepWriter:
     def __init__(self, manager: ocp.CheckpointManager):
         self._manager = manager
         self._lazy: Future[None] | None = None
+        self._has_written = False
 
     def write(self, manifest: CheckpointManifest, packed: Any, *, is_lazy: bool) -> None:
         """Begin to write a state; return when it may be donated.
@@ -116,6 +118,7 @@ class StepWriter:
             ReplicasDifferError: Devices hold other bits than their replicas. `join` raises it for
                 a lazy save.
         """
+        self._has_written = True
         if not is_lazy:
             self._give(manifest, packed, begin_fingerprints(packed)())
             return
@@ -149,6 +152,9 @@ class StepWriter:
         if lazy is not None:
             lazy.result()
         self._manager.wait_until_finished()
+        if self._has_written:
+            return_memory()
+            self._has_written = False
 
     def is_writing(self) -> bool:
         """Return whether a save is in progress."""

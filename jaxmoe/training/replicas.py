@@ -54,6 +54,8 @@ class WorkerGroup:
     def jit_step(self, step: Step) -> CheckedStep:
         """Return the jitted step of the run; it donates its state.
 
+        What `lower` and `compile` return of it has `memory_analysis`, as a compiled program of JAX.
+
         Args:
             step: Step of the whole batch, or of one worker.
         """

@@ -16,6 +16,7 @@ reads the first part.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import time
@@ -211,8 +212,13 @@ class FilesStep:
 
     def with_gradients(self, program: Any) -> FilesStep:
         """Return this step with a compiled program for the gradients."""
-        self._begin = program
-        return self
+        step = copy.copy(self)
+        step._begin = program
+        return step
+
+    def memory_analysis(self) -> Any:
+        """Return what XLA says of the largest program, once `lower` and `compile` have run."""
+        return self._begin.memory_analysis()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Return the next state and metrics.

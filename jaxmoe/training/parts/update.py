@@ -145,6 +145,8 @@ class Update(abc.ABC):
     def jit_step(self, step: Step) -> CheckedStep:
         """Return the jitted (state, batch) -> (state, metrics); it donates its state.
 
+        What `lower` and `compile` return of it has `memory_analysis`, as a compiled program of JAX.
+
         Args:
             step: Step with the update.
         """

@@ -266,6 +266,20 @@ def _edit_manifest(directory, **changes):
     checksums.write_list(directory)
 
 
+def test_kept_steps_are_listed_once_by_a_restore(tmp_path, monkeypatch):
+    """A list reads a file of every step, a thousandth of a second each."""
+    state = {"w": jnp.arange(3.0)}
+    for step in range(1, 4):
+        save_checkpoint(tmp_path, state, step=step, config={})
+    lists = []
+    real = CheckpointManager.steps
+    monkeypatch.setattr(CheckpointManager, "steps", lambda self: lists.append(1) or real(self))
+    manager = CheckpointManager(tmp_path, is_writer=False)
+    restored = manager.restore_newest(state)
+    manager.close()
+    assert restored is not None and restored[0] == 3 and len(lists) == 1
+
+
 def test_newer_schema_is_refused(tmp_path):
     save_checkpoint(tmp_path, _small(1), step=1, config={})
     _edit_manifest(tmp_path / "1", schema=99)

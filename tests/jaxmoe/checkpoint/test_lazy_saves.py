@@ -181,24 +181,51 @@ def test_a_lazy_save_that_fails_is_owed(tmp_path, caplog):
     manager.close()
 
 
-def test_without_memory_for_a_second_state_a_save_waits(tmp_path, monkeypatch, caplog):
-    """It is one warning, and the same checkpoint."""
+def test_without_memory_for_a_second_state_a_save_is_written(tmp_path, monkeypatch, caplog):
+    """It is one warning, and the same checkpoint; no writer keeps memory that a step donates."""
     stats = {"bytes_limit": 2000, "peak_bytes_in_use": 1990}
     monkeypatch.setattr(capture, "_stats", lambda device: stats)
     manager, state = CheckpointManager(tmp_path), _state("data4_tensor2")
     copies = []
     monkeypatch.setattr(writing, "copy_state", copies.append)
-    for step in (1, 2):
-        assert manager.save(step, state, config={}, is_lazy=True) and manager.finish()
+    for step, is_lazy in ((1, True), (2, True), (3, False)):
+        assert manager.save(step, state, config={}, is_lazy=is_lazy) and not manager.is_saving()
         _assert_holds(tmp_path, step)
     manager.close()
     (message,) = [record.getMessage() for record in caplog.records]
     assert copies == [] and message == (
-        "saves wait until the state is on the host: 0.0 MB of device memory are free at the peak of"
+        "saves wait until the state is written: 0.0 MB of device memory are free at the peak of"
         " a step, and a copy of the state needs 0.0 MB"
     )
     stats["bytes_limit"] = 10_000
     assert capture.reason_against(pack(state)) == ""
+
+
+def test_memory_of_a_save_is_returned_once_when_it_has_ended(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(writing, "return_memory", lambda: calls.append(1))
+    manager, state = CheckpointManager(tmp_path), {"x": jnp.arange(8.0)}
+    for step in (1, 2):
+        assert manager.save(step, state, config={}, is_lazy=step == 1)
+    assert len(calls) == 1, "of the first"
+    assert manager.finish() and manager.finish() and len(calls) == 2
+    manager.close()
+    assert len(calls) == 2
+
+
+def test_arrays_of_a_cpu_are_not_copied_where_the_host_is_full(monkeypatch):
+    state = {"x": jnp.zeros(1000, jnp.float32)}
+    for left, reason in (
+        (4000, ""),
+        (None, ""),
+        (
+            3000,
+            "0.0 MB of host memory are free at the peak of a step, and a copy of the state needs"
+            " 0.0 MB",
+        ),
+    ):
+        monkeypatch.setattr(capture, "memory_left", lambda left=left: left)
+        assert capture.reason_against(state) == reason
 
 
 def test_arrays_in_host_memory_are_not_copied():

@@ -93,7 +93,7 @@ def test_first_process_reads_the_manifest(played, kind):
 def test_stale_listing_of_another_process_is_ignored(manager, monkeypatch):
     monkeypatch.setattr(room, "shared_steps", lambda find: [1])
     assert manager.restore_newest(_state(0))[0] == 1
-    monkeypatch.setattr(manager, "_has", lambda step: step == 3)
+    monkeypatch.setattr(manager, "_has", lambda step: step <= 3)
     assert manager.save(3, _state(3), config={}) and manager.finish()
     assert manager.steps() == [1, 2], "the first process has it already"
 

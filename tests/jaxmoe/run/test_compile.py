@@ -2,11 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of XLA for the train step: on a GPU alone, and never over those of the user."""
 
+import types
+
 import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxmoe.run.compile import GPU_OPTIONS, compile_with, compiler_options
+from jaxmoe.run.compile import (
+    GPU_OPTIONS,
+    LARGE_TEMPORARIES,
+    compile_with,
+    compiler_options,
+    one_at_a_time,
+)
 
 DEVICE = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
 MESH = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=DEVICE)
@@ -51,3 +59,31 @@ def test_a_step_that_the_options_do_not_allow_compiles_without_them():
 def test_a_lack_of_memory_is_not_tried_again():
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         compile_with(LoweredProgram("RESOURCE_EXHAUSTED: out of memory"), GPU_OPTIONS)
+
+
+class ProgramOfSize:
+    """A program with temporaries, whose result notes that it was waited for."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+        self.num_waits = 0
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(temp_size_in_bytes=self.num_bytes)
+
+    def __call__(self, state, batch):
+        return self
+
+    def block_until_ready(self):
+        self.num_waits += 1
+        return self
+
+
+def test_a_cpu_computes_large_steps_one_at_a_time():
+    """It holds the temporaries of all that were started: 6 GB in place of 3 for a state of 3."""
+    small = ProgramOfSize(LARGE_TEMPORARIES - 1)
+    assert one_at_a_time(small) is small
+    large = ProgramOfSize(LARGE_TEMPORARIES)
+    assert one_at_a_time(large)(None, None) is large and large.num_waits == 1
+    with jax.sharding.use_abstract_mesh(MESH):
+        assert one_at_a_time(large) is large, "a GPU uses the memory of one again"

@@ -118,3 +118,10 @@ class ScheduledPrograms:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Return the next state and metrics."""
         return self.schedule.run(self.compiled.__getitem__, state, batch)
+
+    def memory_analysis(self) -> Any:
+        """Return what XLA says of the program with most temporaries; None where it says nothing."""
+        analyses = [program.memory_analysis() for program in self.compiled.values()]
+        if None in analyses:
+            return None
+        return max(analyses, key=lambda analysis: analysis.temp_size_in_bytes)

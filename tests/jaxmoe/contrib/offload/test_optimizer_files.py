@@ -256,3 +256,12 @@ def test_a_directory_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
 def test_a_directory_belongs_to_one_run(files):
     with pytest.raises(ValueError, match="another run"):
         PartFiles(files[0].files.directory, files[0].files.layouts)
+
+
+def test_the_compiled_step_says_what_its_largest_program_needs(files):
+    """A run asks its compiled step, as any program of JAX."""
+    training, _, _ = files
+    compiled = training.step.lower(training.state(), batch(0)).compile()
+    traced = training.step.trace(training.state(), batch(0))
+    alone = traced.lower().compile().memory_analysis()
+    assert compiled.memory_analysis().temp_size_in_bytes == alone.temp_size_in_bytes > 0

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.contrib.slow_links import CO2Config, StreamingConfig, exchange
 from jaxmoe.contrib.slow_links.exchange import About, mean, permuted_mean
 from jaxmoe.contrib.slow_links.timing import ExchangeTiming
-from jaxmoe.contrib.slow_links.workers.programs import WorkerSchedule
+from jaxmoe.contrib.slow_links.workers.programs import ScheduledPrograms, WorkerSchedule
 from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.contrib.slow_links.workers.step import exchange_late, exchange_now, local_steps
 from jaxmoe.execution import ExecutionConfig
@@ -47,6 +47,20 @@ def test_a_run_has_a_program_for_each_fragment_and_one_that_sends_nothing(timing
     assert timing.turns == turns
     steps = 100 if timing.last is None else timing.last
     assert {timing.sent(step) for step in range(steps)} == set(turns)
+
+
+def test_compiled_programs_of_several_turns_need_what_the_largest_does():
+    """A run asks its compiled step, as any program of JAX."""
+
+    def products(array, number):
+        return sum(array @ jnp.sin(array * factor) for factor in range(number))
+
+    array = jnp.ones((64, 64))
+    jitted = jax.jit(products, static_argnums=1)
+    compiled = {number: jitted.lower(array, number).compile() for number in (1, 3)}
+    programs = ScheduledPrograms(schedule=WorkerSchedule(lambda step: 1, (1, 3)), compiled=compiled)
+    largest = compiled[3].memory_analysis().temp_size_in_bytes
+    assert programs.memory_analysis().temp_size_in_bytes == largest > 0
 
 
 class Number:
