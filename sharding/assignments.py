@@ -32,7 +32,11 @@ class Assignments:
 
 
 def combine(
-    rows: Float[Array, "A D"], assignments: Assignments, num_tokens: int
+    rows: Float[Array, "A D"],
+    assignments: Assignments,
+    num_tokens: int,
+    *,
+    is_weighted: bool = False,
 ) -> Float[Array, "T D"]:
     """Return the sum of the experts' outputs per token, weighted by the gates.
 
@@ -41,11 +45,14 @@ def combine(
             the slot is empty.
         assignments: Tokens and gates of the rows.
         num_tokens: T.
+        is_weighted: Whether the rows are outputs times gates already, 0 where the slot is empty.
 
     Returns:
         Sums in the dtype of `rows`, taken in f32.
     """
-    weighted = rows.astype("float32") * assignments.gates[:, None]
+    weighted = rows.astype("float32")
+    if not is_weighted:
+        weighted = weighted * assignments.gates[:, None]
     if assignments.top_k is not None:
         by_token = weighted.reshape(num_tokens, assignments.top_k, rows.shape[1])
         return by_token.sum(1).astype(rows.dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +25,7 @@ from sharding.fold import Refinement
 Rule = tuple[str, tuple[str, ...]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicalAxisRules:
     """Mesh axes that split the dimensions with each logical axis."""
 
@@ -51,12 +52,15 @@ class LogicalAxisRules:
         """
         if name is None:
             return ()
-        table = dict(self.rules)
-        if name not in table:
-            near = difflib.get_close_matches(name, table, 1)
+        if name not in self._axes_by_name:
+            near = difflib.get_close_matches(name, self._axes_by_name, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{name!r} is no logical axis{hint}")
-        return table[name]
+        return self._axes_by_name[name]
+
+    @functools.cached_property
+    def _axes_by_name(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.rules)
 
     def resolve(self, logical: Sequence[str | None]) -> PartitionSpec:
         """Return the PartitionSpec of an array with these logical axes.
@@ -64,6 +68,17 @@ class LogicalAxisRules:
         Raises:
             ValueError: A name is unknown, or two dimensions use one mesh axis.
         """
+        names = tuple(logical)
+        if names not in self._specs:
+            self._specs[names] = self._resolve(names)
+        return self._specs[names]
+
+    @functools.cached_property
+    def _specs(self) -> dict[tuple[str | None, ...], PartitionSpec]:
+        """{logical axes: spec}; filled as they are asked for."""
+        return {}
+
+    def _resolve(self, logical: tuple[str | None, ...]) -> PartitionSpec:
         entries = [self.mesh_axes(name) for name in logical]
         seen: dict[str, str | None] = {}
         for name, mesh_axes in zip(logical, entries, strict=True):

@@ -3,5 +3,6 @@
 """Applies each group's own SwiGLU to rows sorted by group: the experts of a dropless MoE."""
 
 from pallas_kernels.grouped_swiglu.api import OPERATION, grouped_swiglu, reads_halves
+from pallas_kernels.grouped_swiglu.residuals import HIDDEN
 
-__all__ = ["OPERATION", "grouped_swiglu", "reads_halves"]
+__all__ = ["HIDDEN", "OPERATION", "grouped_swiglu", "reads_halves"]

@@ -3,7 +3,12 @@
 """Applies each group's own SwiGLU (arXiv 2002.05202) to consecutive rows: the whole of an expert.
 
     a, b   = rows[r] @ gate_up[g, :, 0], rows[r] @ gate_up[g, :, 1]
-    out[r] = (silu(a) * b) @ down[g]        and 0 past the last group
+    out[r] = (silu(a) * b * row_factors[r]) @ down[g]        and 0 past the last group
+
+Factors within the product, rather than of its result, have a gradient that needs no outputs:
+d row_factors = sum of silu(a) * b * (d out @ down^T). An implementation keeps a and b for the
+backward pass, under the name HIDDEN, and `rows`; a caller that can make its rows again keeps HIDDEN
+alone (`jax.checkpoint`).
 
 Rows are sorted by group as in `grouped_matmul`, with the same guarantees: rows past the last group
 may hold anything, NaN included, and no backend multiplies many rows by every group's matrix. An
@@ -55,6 +60,7 @@ def grouped_swiglu(
     | tuple[Float[Array, "G k n"], Float[Array, "G k n"]],
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    row_factors: Float[Array, " R"] | None = None,
     *,
     down_is_turned: bool = False,
     implementation: Implementation | None = None,
@@ -69,6 +75,8 @@ def grouped_swiglu(
         down: Matrix of the down projection of each group, in the dtype of `rows`; or quantised,
             along -2 or by one scale.
         group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
+        row_factors: Factor of the hidden units of each row, float32, such as the gate of its
+            expert; None for 1. Those of rows past the last group are not read.
         down_is_turned: Whether `down` lies in memory with k before n, as matrices that are gathered
             along k do. The result is the same; kernels that can read both orders need no copy.
         implementation: Implementation to run; None picks the fastest that runs here.
@@ -86,7 +94,16 @@ def grouped_swiglu(
         if not reads_halves(implementation):
             gate_up = _join(*gate_up)
     _check(rows, joined, down, group_sizes)
-    arrays = (rows, gate_up, down, sizes_within(rows.shape[0], group_sizes))
+    if row_factors is not None and row_factors.shape != rows.shape[:1]:
+        raise ValueError(
+            f"grouped_swiglu: row_factors has shape {row_factors.shape}: give one for each of the"
+            f" {rows.shape[0]} rows."
+        )
+    sizes = sizes_within(rows.shape[0], group_sizes)
+    if row_factors is not None:
+        has_group = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+        row_factors = jnp.where(has_group, row_factors, jnp.zeros_like(row_factors))
+    arrays = (rows, gate_up, down, sizes, row_factors)
     if 0 in (*rows.shape, *joined.shape):
         return match_varying(jnp.zeros_like(rows), arrays)
     function = OPERATION.function(implementation, rows, gate_up)

@@ -7,6 +7,8 @@
     dh = d out @ W_out^T    da = dh * b * s * (1 + a * (1 - s))    db = dh * a * s    s = sigmoid(a)
     dz = [da | db]          d rows = dz @ W_in^T     dW_in = rows^T dz     dW_out = h^T d out
 
+With factors of rows, h = silu(a) * b * factors, and d factors = sum of silu(a) * b * dh.
+
 The first product has both matrices in one, so that rows are read once. z is kept, and h recomputed
 from it. XLA computes the activation, which reads and writes 6 n values of every row; a kernel with
 an activation in its epilogue would not. Rows past the last group have z = 0.
@@ -18,10 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.gpu.kernels import PRODUCTS
 from pallas_kernels.grouped_matmul.products import Products
+from pallas_kernels.grouped_swiglu.residuals import HIDDEN
 from pallas_kernels.quantized_array import QuantizedArray
 
 
@@ -30,6 +34,7 @@ def grouped_swiglu(
     gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    row_factors: Float[Array, " R"] | None = None,
     *,
     down_is_turned: bool = False,
     products: Products = PRODUCTS,
@@ -42,16 +47,17 @@ def grouped_swiglu(
         w_in = dataclasses.replace(w_in, axis=None if gate_up.axis is None else -2)
     else:
         w_in = _flat(gate_up)
-    return _experts(products, rows, w_in, down, group_sizes)
+    return _experts(products, rows, w_in, down, group_sizes, row_factors)
 
 
 def _flat(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1)  # [G k 2 n] to [G k 2n]
 
 
-def _activate(z: Array) -> Array:
+def _activate(z: Array, factors: Array | None) -> Array:
     gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(z.dtype)
+    hidden = jax.nn.silu(gate) * up
+    return (hidden if factors is None else hidden * factors[:, None]).astype(z.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -61,24 +67,26 @@ def _experts(
     w_in: Array | QuantizedArray,
     w_out: Array | QuantizedArray,
     group_sizes: Array,
+    factors: Array | None,
 ) -> Array:
     """Return the rows through the experts; both matrices are [G k n]."""
-    return _forward(products, rows, w_in, w_out, group_sizes)[0]
+    return _forward(products, rows, w_in, w_out, group_sizes, factors)[0]
 
 
-def _forward(products, rows, w_in, w_out, group_sizes):
-    z = _multiply(products, rows, w_in, group_sizes)
-    out = _multiply(products, _activate(z), w_out, group_sizes)
-    return out, (rows, z, w_in, w_out, group_sizes)
+def _forward(products, rows, w_in, w_out, group_sizes, factors):
+    z = checkpoint_name(_multiply(products, rows, w_in, group_sizes), HIDDEN)
+    out = _multiply(products, _activate(z, factors), w_out, group_sizes)
+    return out, (rows, z, w_in, w_out, group_sizes, factors)
 
 
 def _backward(products, residuals, d_out):
-    rows, z, w_in, w_out, group_sizes = residuals
-    hidden, pull = jax.vjp(_activate, z)
-    (d_z,) = pull(_multiply(products, d_out, w_out, group_sizes, is_turned=True))
+    rows, z, w_in, w_out, group_sizes, factors = residuals
+    hidden, pull = jax.vjp(_activate, z, factors)
+    d_z, d_factors = pull(_multiply(products, d_out, w_out, group_sizes, is_turned=True))
     d_rows = _multiply(products, d_z, w_in, group_sizes, is_turned=True)
     d_in = _contract(products, rows, d_z, w_in, group_sizes)
-    return d_rows, d_in, _contract(products, hidden, d_out, w_out, group_sizes), None
+    d_w_out = _contract(products, hidden, d_out, w_out, group_sizes)
+    return d_rows, d_in, d_w_out, None, d_factors
 
 
 _experts.defvjp(_forward, _backward)

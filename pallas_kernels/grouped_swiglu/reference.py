@@ -18,6 +18,7 @@ def grouped_swiglu(
     gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    row_factors: Float[Array, " R"] | None = None,
     *,
     down_is_turned: bool = False,
 ) -> Float[Array, "R k"]:
@@ -27,7 +28,10 @@ def grouped_swiglu(
     rows = jnp.where(has_group[:, None], rows, jnp.zeros_like(rows))
     gate = grouped_matmul(rows, _one_of(gate_up, 0), group_sizes, rows.dtype)
     up = grouped_matmul(rows, _one_of(gate_up, 1), group_sizes, rows.dtype)
-    return grouped_matmul(jax.nn.silu(gate) * up, down, group_sizes, rows.dtype)
+    hidden = jax.nn.silu(gate) * up
+    if row_factors is not None:
+        hidden = (hidden.astype(jnp.float32) * row_factors[:, None]).astype(rows.dtype)
+    return grouped_matmul(hidden, down, group_sizes, rows.dtype)
 
 
 def _one_of(

@@ -16,10 +16,12 @@ Quantised matrices go through the products of `grouped_matmul`, which dequantise
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.layout import (
@@ -31,6 +33,7 @@ from pallas_kernels.grouped_matmul.layout import (
 )
 from pallas_kernels.grouped_matmul.products import grouped_matmul
 from pallas_kernels.grouped_matmul.xla import PRODUCTS
+from pallas_kernels.grouped_swiglu.residuals import HIDDEN
 from pallas_kernels.quantized_array import QuantizedArray
 
 
@@ -49,16 +52,31 @@ def _gradients(
     d_out: Float[Array, "G C k"],
     w_in: Float[Array, "G k z"],
     w_out: Float[Array, "G n k"],
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of the rows (in their dtype) and of the two weights (f32)."""
+    factors: Float[Array, "G C 1"] | None,
+) -> tuple[Array, Array | None, Array, Array]:
+    """Return the gradients of the rows (in their dtype), factors and both weights (f32)."""
     gate, up = jnp.split(z, 2, axis=-1)
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     d_inner = _dot("crk,cnk->crn", d_out, w_out).astype(z.dtype)
+    inner = silu * up
+    d_factors = None
+    if factors is not None:
+        products = d_inner.astype(jnp.float32) * inner.astype(jnp.float32)
+        d_factors = jnp.sum(products, axis=-1, keepdims=True)
+        d_inner, inner = _times(d_inner, factors), _times(inner, factors)
     d_gate = d_inner * up * (sigmoid + silu * (1.0 - sigmoid))
     d_z = jnp.concatenate([d_gate, d_inner * silu], axis=-1)
     d_rows = _dot("crz,ckz->crk", d_z, w_in).astype(z.dtype)
-    return d_rows, _dot("crk,crz->ckz", rows, d_z), _dot("crn,crk->cnk", silu * up, d_out)
+    d_w_in, d_w_out = _dot("crk,crz->ckz", rows, d_z), _dot("crn,crk->cnk", inner, d_out)
+    return d_rows, d_factors, d_w_in, d_w_out
+
+
+def _times(hidden: Array, factors: Array | None) -> Array:
+    """Return hidden units times the factors [... 1] of their rows, in their dtype."""
+    return (
+        hidden if factors is None else (hidden.astype(jnp.float32) * factors).astype(hidden.dtype)
+    )
 
 
 def _flat(gate_up: Array) -> Array:
@@ -70,18 +88,21 @@ def grouped_swiglu(
     gate_up: Float[Array, "G k 2 n"] | QuantizedArray,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    row_factors: Float[Array, " R"] | None = None,
     *,
     down_is_turned: bool = False,
 ) -> Float[Array, "R k"]:
     """Return what `pallas_kernels.grouped_swiglu` returns."""
     del down_is_turned  # the compiler chooses the order
+    factors = None if row_factors is None else row_factors[:, None]
     if not any(isinstance(weights, QuantizedArray) for weights in (gate_up, down)):
-        return _in_one_layout(rows, gate_up, down, group_sizes)
+        return _in_one_layout(rows, gate_up, down, group_sizes, factors)
     w_in = jax.tree.map(_flat, gate_up)
     if isinstance(w_in, QuantizedArray):
         w_in = dataclasses.replace(w_in, axis=None if w_in.axis is None else -2)
-    z: Any = grouped_matmul(rows, w_in, group_sizes, rows.dtype, PRODUCTS)
-    return grouped_matmul(_activate(z), down, group_sizes, rows.dtype, PRODUCTS)
+    z: Any = checkpoint_name(grouped_matmul(rows, w_in, group_sizes, rows.dtype, PRODUCTS), HIDDEN)
+    hidden = _times(_activate(z), factors)
+    return grouped_matmul(hidden, down, group_sizes, rows.dtype, PRODUCTS)
 
 
 @jax.custom_vjp
@@ -90,11 +111,12 @@ def _in_one_layout(
     gate_up: Float[Array, "G k 2 n"],
     down: Float[Array, "G n k"],
     group_sizes: Int[Array, " G"],
+    factors: Float[Array, "R 1"] | None,
 ) -> Float[Array, "R k"]:
-    return _forward(rows, gate_up, down, group_sizes)[0]
+    return _forward(rows, gate_up, down, group_sizes, factors)[0]
 
 
-def _forward(rows, gate_up, down, group_sizes):
+def _forward(rows, gate_up, down, group_sizes, factors):
     layout = lay_out(rows.shape[0], group_sizes)
     w_in = _flat(gate_up)
 
@@ -103,36 +125,59 @@ def _forward(rows, gate_up, down, group_sizes):
 
     def add_block(out: Array, group: Array, block: RowBlock) -> Array:
         z = project(block.of(rows)[None], matrix_of(w_in, group))
-        return block.put(out, project(_activate(z), matrix_of(down, group))[0])
+        hidden = _times(_activate(z), _of(lambda x: block.of(x)[None], factors))
+        return block.put(out, project(hidden, matrix_of(down, group))[0])
 
-    z = project(layout.head_of(rows), w_in)
-    out = layout.rows_of(project(_activate(z), down))
-    return over_blocks(layout, add_block, out), (rows, z, gate_up, down, group_sizes)
+    z = checkpoint_name(project(layout.head_of(rows), w_in), HIDDEN)
+    out = layout.rows_of(project(_times(_activate(z), _of(layout.head_of, factors)), down))
+    out = over_blocks(layout, add_block, out)
+    return out, (rows, z, gate_up, down, group_sizes, factors)
+
+
+def _of(select: Callable[[Array], Array], factors: Array | None) -> Array | None:
+    """Return the factors of some rows."""
+    return None if factors is None else select(factors)
 
 
 def _backward(residuals, d_out):
-    rows, z, gate_up, down, group_sizes = residuals
+    rows, z, gate_up, down, group_sizes, factors = residuals
     layout = lay_out(rows.shape[0], group_sizes)
     w_in = _flat(gate_up)
 
-    def add_block(sums: tuple[Array, ...], group: Array, block: RowBlock) -> tuple[Array, ...]:
+    def add_block(sums: tuple[Any, ...], group: Array, block: RowBlock) -> tuple[Any, ...]:
         block_rows = block.of(rows)[None]
         matrices = (matrix_of(w_in, group), matrix_of(down, group))
         z = _dot("crk,ckz->crz", block_rows, matrices[0]).astype(rows.dtype)
-        d_own, *d_matrices = _gradients(block_rows, z, block.new_of(d_out)[None], *matrices)
+        own_factors = _of(lambda x: block.of(x)[None], factors)
+        d_out_new = block.new_of(d_out)[None]
+        d_rows, d_factors, *d_matrices = _gradients(
+            block_rows, z, d_out_new, *matrices, own_factors
+        )
         # Rows of the block before have their gradient already.
         is_new = (jnp.arange(block.size) >= block.num_seen)[:, None]
-        d_own = jnp.where(is_new, d_own[0], block.of(sums[0]))
+
+        def put(total: Array, part: Array) -> Array:
+            return block.put(total, jnp.where(is_new, part[0], block.of(total)))
+
         return (
-            block.put(sums[0], d_own),
-            *(add_to_matrix(s, group, d) for s, d in zip(sums[1:], d_matrices, strict=True)),
+            put(sums[0], d_rows),
+            None if d_factors is None else put(sums[1], d_factors),
+            *(add_to_matrix(s, group, d) for s, d in zip(sums[2:], d_matrices, strict=True)),
         )
 
     # Both heads are masked: rows past the last group may be NaN.
-    d_rows, *d_weights = _gradients(layout.head_of(rows), z, layout.head_of(d_out), w_in, down)
-    sums = over_blocks(layout, add_block, (layout.rows_of(d_rows), *d_weights))
-    d_gate_up = sums[1].reshape(gate_up.shape).astype(gate_up.dtype)
-    return sums[0], d_gate_up, sums[2].astype(down.dtype), None
+    d_rows, d_factors, *d_weights = _gradients(
+        layout.head_of(rows),
+        z,
+        layout.head_of(d_out),
+        w_in,
+        down,
+        _of(layout.head_of, factors),
+    )
+    d_factors = _of(layout.rows_of, d_factors)
+    sums = over_blocks(layout, add_block, (layout.rows_of(d_rows), d_factors, *d_weights))
+    d_gate_up = sums[2].reshape(gate_up.shape).astype(gate_up.dtype)
+    return sums[0], d_gate_up, sums[3].astype(down.dtype), None, sums[1]
 
 
 _in_one_layout.defvjp(_forward, _backward)

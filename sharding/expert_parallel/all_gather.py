@@ -35,6 +35,11 @@ class AllGatherConfig(Dispatcher):
     name: ClassVar[str] = "all_gather"
     traits: ClassVar[DispatcherTraits] = DispatcherTraits(gathers_tokens=True)
 
+    @property
+    def keeps_rows(self) -> bool:
+        """False: the gathered tokens are kept."""
+        return False
+
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Sort, from the rows of all devices, those of the experts held here."""
         axes = outgoing.axes
@@ -51,6 +56,7 @@ class AllGatherConfig(Dispatcher):
         return Dispatched(
             rows=move_rows(outgoing.rows, sources, targets),
             group_sizes=order.group_sizes,
+            gates=move_rows(outgoing.gates, sources, targets)[:, 0],
             weights=outgoing.weights,
             undo=lambda outputs: move_rows(outputs, targets, sources),
             dropped=outgoing.none_dropped(),

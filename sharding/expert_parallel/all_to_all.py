@@ -8,7 +8,9 @@ of b bytes:
     bytes sent, each way, forward and backward:
         ragged    D b for each row of another device           (P - 1)/P T K D b if balanced
         equal     (P - 1) C D b                                C = min(A, T e)
-    and once, in the forward pass: (P - 1) E integers, all-gathered
+    once, in the forward pass: (P - 1) E integers, all-gathered
+    and a gate of 4 bytes with each row outward, its gradient on the way back; with
+    experts_keep=inputs the rows travel outward once more, in the backward pass
 
 C is the exact worst case between two devices: the experts of a token differ, so at most min(K, e)
 of them are on one device. P C rows are allocated on arrival with either transport. Dropless: equal
@@ -26,7 +28,7 @@ another travels. Memory on arrival shrinks with it. For the number that pays see
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
@@ -36,6 +38,9 @@ from sharding.expert_parallel.transport import (
     choose_transport,
     exchange,
 )
+
+ExpertsKeep = Literal["received", "inputs"]
+"""What the backward pass finds of rows that travel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +54,8 @@ class AllToAllConfig(Dispatcher):
     ragged where it exists."""
     num_chunks: int = 1
     """Parts of a device's tokens, one of which can travel while another is computed."""
+    experts_keep: ExpertsKeep = "received"
+    """received: the backward pass finds the rows that arrived; inputs: they are sent again."""
     token_tables: str | None = None
     """File of `experiments.place --tables`, the same on every host, by which tokens first move to
     the device that probably holds their experts; None: they stay."""
@@ -66,11 +73,17 @@ class AllToAllConfig(Dispatcher):
         """The member `tables` and its file, if there is one."""
         return None if self.token_tables is None else ("tables", self.token_tables)
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the backward pass finds the rows that arrived."""
+        return self.experts_keep == "received"
+
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send each row to the device of its expert."""
         num_local = outgoing.axes.experts_held(outgoing.num_experts)
         sent = exchange(
             outgoing.rows,
+            outgoing.gates,
             outgoing.expert_ids,
             num_experts=outgoing.num_experts,
             most=outgoing.most_for_groups(num_local),

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from sharding.expert_parallel.all_to_all import check_num_chunks
+from sharding.expert_parallel.all_to_all import ExpertsKeep, check_num_chunks
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.permute import loads, sort_by_expert
@@ -55,6 +55,8 @@ class AllToAllDroppingConfig(Dispatcher):
     exists."""
     num_chunks: int = 1
     """Parts of a device's tokens, one of which can travel while another is computed."""
+    experts_keep: ExpertsKeep = "received"
+    """received: the backward pass finds the rows that arrived; inputs: they are sent again."""
 
     def __post_init__(self):
         check_num_chunks(self.num_chunks)
@@ -69,6 +71,11 @@ class AllToAllDroppingConfig(Dispatcher):
         """Parts of a device's tokens that are sent, computed and returned one after the other."""
         return self.num_chunks
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the backward pass finds the rows that arrived."""
+        return self.experts_keep == "received"
+
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Send the first rows for each device to it, and drop the others."""
         expert_ids = outgoing.expert_ids
@@ -80,6 +87,7 @@ class AllToAllDroppingConfig(Dispatcher):
         is_kept = first_of_each_device(expert_ids, num_experts, devices, most)
         sent = exchange(
             outgoing.rows,
+            outgoing.gates,
             is_kept,
             num_experts=num_experts,
             most=most,

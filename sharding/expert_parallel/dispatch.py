@@ -17,6 +17,11 @@ the devices of `expert`. Megatron gathers rows, behind its all-to-all (arXiv 250
 Where tokens move (`routes.py`) they travel first, with their assignments, and their sums
 return last; what is between does not know.
 
+The backward pass finds the tokens, the hidden units of their experts, the order of the rows and
+their gates: 2 T D + 4 A F bytes in bf16. It dispatches again, or finds the rows as well
+(`Dispatcher.keeps_rows`): 2 A D more. Gates act on the hidden units, so that their gradient needs
+no outputs (SonicMoE, arXiv 2512.14080, section 4; Megatron applies them there too).
+
 With chunks, all of this is done for one part of the tokens after the other, and the compiler may
 overlap them. Where every device has all experts, rows are sorted locally, whatever the dispatcher.
 """
@@ -28,12 +33,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from pallas_kernels.grouped_swiglu import HIDDEN
 from sharding.assignments import Assignments, combine
 from sharding.expert_parallel.dispatched import ExpertAxes, Experts, Outgoing
 from sharding.expert_parallel.dispatcher import Dispatcher
 from sharding.expert_parallel.local import LocalConfig
+from sharding.expert_parallel.permute import ORDER
 from sharding.expert_parallel.routes import TokenMoves
 
 
@@ -53,7 +61,8 @@ def expert_parallel(
     Args:
         x: Tokens of this device.
         assignments: Assignments of these tokens.
-        experts: (weights, rows sorted by expert, group sizes) -> outputs of those experts.
+        experts: (weights, rows sorted by expert, group sizes, gates of the rows) -> outputs of
+            those experts, times the gates. What the backward pass shall find is named `HIDDEN`.
         weights: Pytree of arrays [e ...] of the experts held here.
         num_experts: E.
         config: The dispatcher.
@@ -113,10 +122,20 @@ def _send_and_return(
     shared = () if config.traits.has_whole_tokens else shared
     if shared:
         outgoing = _gather_tokens(outgoing, shared)
-    sent = (config if _is_spread(axes) else LocalConfig()).dispatch(outgoing)
-    outputs = sent.undo(experts(sent.weights, sent.rows, sent.group_sizes))
-    y = combine(outputs, outgoing.assignments, outgoing.x.shape[0])
-    dropped = sent.dropped
+    dispatcher = config if _is_spread(axes) else LocalConfig()
+
+    def apply(x: Array, assignments: Assignments, weights: Any) -> tuple[Array, Array]:
+        sent = dispatcher.dispatch(Outgoing(x, assignments, weights, outgoing.num_experts, axes))
+        gates = checkpoint_name(sent.gates, ORDER)
+        outputs = sent.undo(experts(sent.weights, sent.rows, sent.group_sizes, gates))
+        return combine(outputs, assignments, x.shape[0], is_weighted=True), sent.dropped
+
+    if not dispatcher.keeps_rows:
+        policy = jax.checkpoint_policies.save_only_these_names(HIDDEN, ORDER)
+        # Loops over layers keep both passes apart. Without one XLA may find the rows of the forward
+        # pass, and keep them; a barrier would also make it copy the weights that kernels read.
+        apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+    y, dropped = apply(outgoing.x, outgoing.assignments, outgoing.weights)
     if shared:
         y = jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
         dropped = dropped / jax.lax.axis_size(shared)  # each of them counts all their tokens

@@ -15,8 +15,11 @@ from jaxtyping import Array, Float, Int
 from sharding.assignments import Assignments
 from sharding.expert_parallel.permute import repeat_tokens
 
-Experts = Callable[[Any, Float[Array, "R D"], Int[Array, " e"]], Float[Array, "R D"]]
-"""(weights [e ...], rows sorted by expert, group sizes) -> outputs; rows past the groups give 0."""
+Experts = Callable[
+    [Any, Float[Array, "R D"], Int[Array, " e"], Float[Array, " R"]], Float[Array, "R D"]
+]
+"""(weights [e ...], rows sorted by expert, group sizes, gates of the rows) -> outputs times gates;
+rows past the groups give 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +77,11 @@ class Outgoing:
         return self.x[self.assignments.token_ids]
 
     @property
+    def gates(self) -> Float[Array, "A 1"]:
+        """Gate of each assignment, as a row."""
+        return self.assignments.gates[:, None]
+
+    @property
     def expert_ids(self) -> Int[Array, " A"]:
         """Expert of each assignment; E where the slot is empty."""
         return self.assignments.expert_ids
@@ -99,9 +107,11 @@ class Dispatched:
     """Rows sorted by expert; those past the groups are never read."""
     group_sizes: Int[Array, " e"]
     """Rows of each expert of `weights`."""
+    gates: Float[Array, " R"]
+    """Gate of each row, f32."""
     weights: Any
     """Pytree of arrays [e ...]: the experts held here, followed by borrowed ones."""
     undo: Callable[[Float[Array, "R D"]], Float[Array, "A D"]]
-    """Returns outputs to the device and the order of the assignments; finite in empty slots."""
+    """Returns outputs to the device and the order of the assignments; 0 in empty slots."""
     dropped: Float[Array, " E"]
     """Dropped assignments of this device's tokens, by expert."""

@@ -43,6 +43,11 @@ class Dispatcher(abc.ABC):
         """Parts of a device's tokens that are sent, computed and returned one after the other."""
         return 1
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the backward pass finds the rows at their experts, or dispatches again."""
+        return True
+
     def check_tokens(self, num_tokens: int, *, is_token_major: bool) -> None:
         """Check that the chunks can cut the tokens of a device.
 

@@ -23,12 +23,18 @@ class LocalConfig(Dispatcher):
     name: ClassVar[str] = "local"
     traits: ClassVar[DispatcherTraits] = DispatcherTraits(spreads_experts=False)
 
+    @property
+    def keeps_rows(self) -> bool:
+        """False: to take rows again costs a pass over memory."""
+        return False
+
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Sort the assigned rows by expert, on this device."""
         order = sort_by_expert(outgoing.expert_ids, outgoing.num_experts)
         return Dispatched(
             rows=permute_rows(outgoing.rows, order.order, order.inverse),
             group_sizes=order.group_sizes,
+            gates=permute_rows(outgoing.gates, order.order, order.inverse)[:, 0],
             weights=outgoing.weights,
             undo=lambda outputs: permute_rows(outputs, order.inverse, order.order),
             dropped=outgoing.none_dropped(),

@@ -17,7 +17,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+
+ORDER = "expert_order"
+"""Name, for `jax.checkpoint`, of a few numbers a row that a sort or an exchange makes: orders by
+expert, sizes of groups, gates."""
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +48,8 @@ def sort_by_expert(expert_ids: Int[Array, " A"], num_experts: int) -> Permutatio
     slots = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)
     _, order = jax.lax.sort((expert_ids.astype(jnp.int32), slots), num_keys=1, is_stable=True)
     inverse = jnp.argsort(order).astype(jnp.int32)
-    return Permutation(order=order, inverse=inverse, group_sizes=loads(expert_ids, num_experts))
+    result = Permutation(order=order, inverse=inverse, group_sizes=loads(expert_ids, num_experts))
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, ORDER), result)
 
 
 def loads(expert_ids: Int[Array, " A"], num_experts: int) -> Int[Array, " E"]:

@@ -14,8 +14,9 @@ each receiver holds. All devices first share n, an all-gather of (P - 1) E integ
     equal    jax.lax.all_to_all of equal blocks of C rows, (P - 1) C D values from each device
              even if few are filled, and a sort by expert on arrival. On all platforms.
 
-The way back is the same with sender and receiver exchanged, and the gradient of each way is the
-other one. `C` is the most that may travel between two devices; P C rows are allocated on arrival.
+Gates travel with their rows, 4 bytes each. The way back is the same with sender and receiver
+exchanged, and the gradient of each way is the other one. `C` is the most that may travel between
+two devices; P C rows are allocated on arrival.
 
 JAX's own gradient of a ragged exchange first exchanges the offsets, in two small ones; here they
 are known. The ragged form has been compiled for TPUs and compared, in value and gradient, on an
@@ -32,11 +33,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.jax_versions import match_varying
 from sharding.expert_parallel.dispatched import Dispatched, ExpertAxes
 from sharding.expert_parallel.permute import (
+    ORDER,
     Permutation,
     move_rows,
     permute_rows,
@@ -89,6 +92,8 @@ class Exchanged:
     """Sorted by expert."""
     group_sizes: Int[Array, " e"]
     """Rows of each expert held here."""
+    gates: Float[Array, " R"]
+    """Gate of each row."""
     undo: Callable[[Float[Array, "R D"]], Float[Array, "A D"]]
     """Returns outputs to their senders, 0 for empty slots."""
 
@@ -102,6 +107,7 @@ class Exchanged:
         return Dispatched(
             rows=self.rows,
             group_sizes=self.group_sizes,
+            gates=self.gates,
             weights=weights,
             undo=self.undo,
             dropped=dropped,
@@ -110,6 +116,7 @@ class Exchanged:
 
 def exchange(
     rows: Float[Array, "A D"],
+    gates: Float[Array, "A 1"],
     expert_ids: Int[Array, " A"],
     *,
     num_experts: int,
@@ -121,6 +128,7 @@ def exchange(
 
     Args:
         rows: Rows of this device.
+        gates: Gates of the rows.
         expert_ids: Expert of each row in [0, E]; rows with E are not sent.
         num_experts: E.
         most: C, at least the rows that any device has for any other.
@@ -130,15 +138,17 @@ def exchange(
     num_local = axes.experts_held(num_experts)
     order = sort_by_expert(expert_ids, num_experts)
     sizes = jax.lax.all_gather(order.group_sizes, axes.expert)  # [P E], by sender
+    sizes = checkpoint_name(sizes, ORDER)
     travel = _send_ragged if choose_transport(transport).transport == "ragged" else _equal
     ids = expert_ids.astype(jnp.int32)
-    return travel(_Trip(rows, ids, order, sizes, num_local, most, axes.expert))
+    return travel(_Trip(rows, gates, ids, order, sizes, num_local, most, axes.expert))
 
 
 class _Trip(NamedTuple):
     """Rows of this device that are sent."""
 
     rows: Float[Array, "A D"]
+    gates: Float[Array, "A 1"]
     expert_ids: Int[Array, " A"]
     order: Permutation
     sizes: Int[Array, "P E"]
@@ -149,7 +159,7 @@ class _Trip(NamedTuple):
 
 
 def _send_ragged(trip: _Trip) -> Exchanged:
-    rows, _, order, sizes, num_local, most, axes = trip
+    rows, gates, _, order, sizes, num_local, most, axes = trip
     devices = sizes.shape[0]
     by_receiver = sizes.sum(0).reshape(devices, num_local)
     # Where the rows of each pair of sender and expert start: at the sender, at the receiver.
@@ -160,8 +170,13 @@ def _send_ragged(trip: _Trip) -> Exchanged:
     )
     outward = _Slices(leave_here, sent, land_there, received, num_rows=devices * most)
     back = _Slices(landed_here, received, left_there, sent, num_rows=rows.shape[0])
+
+    def send(rows: Array) -> Array:
+        return _travel(permute_rows(rows, order.order, order.inverse), outward, back, axes)
+
     return Exchanged(
-        rows=_travel(permute_rows(rows, order.order, order.inverse), outward, back, axes),
+        rows=send(rows),
+        gates=send(gates)[:, 0],
         group_sizes=received.reshape(devices, num_local).sum(0),
         undo=lambda outputs: permute_rows(
             _travel(outputs, back, outward, axes), order.inverse, order.order
@@ -170,7 +185,7 @@ def _send_ragged(trip: _Trip) -> Exchanged:
 
 
 def _equal(trip: _Trip) -> Exchanged:
-    rows, expert_ids, order, sizes, num_local, most, axes = trip
+    rows, gates, expert_ids, order, sizes, num_local, most, axes = trip
     devices = sizes.shape[0]
     nowhere = sizes.shape[0] * most
     sent, received = (
@@ -199,9 +214,13 @@ def _equal(trip: _Trip) -> Exchanged:
             swap(permute_rows(outputs, regroup.inverse, regroup.order)), targets, slots
         )
 
-    arrived = swap(move_rows(rows, slots, targets))
+    def send(rows: Array) -> Array:
+        arrived = swap(move_rows(rows, slots, targets))
+        return permute_rows(arrived, regroup.order, regroup.inverse)
+
     return Exchanged(
-        rows=permute_rows(arrived, regroup.order, regroup.inverse),
+        rows=send(rows),
+        gates=send(gates)[:, 0],
         group_sizes=regroup.group_sizes,
         undo=undo,
     )

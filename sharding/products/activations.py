@@ -97,11 +97,11 @@ def _forward(
     num_groups = largest.shape[0] if largest.ndim > 1 else 1
     sizes = jnp.abs(rows).astype(jnp.float32)
     if statistic == "squares":
-        own = jax.ops.segment_sum(jnp.square(sizes), ids, num_segments=num_groups)
+        measured = jax.ops.segment_sum(jnp.square(sizes), ids, num_segments=num_groups)
     else:
-        own = jax.ops.segment_max(sizes, ids, num_segments=num_groups)
-    found = jnp.maximum(own, 0.0).reshape(largest.shape)  # maxima of no rows are -inf
-    return product, (rows, found)
+        measured = jax.ops.segment_max(sizes, ids, num_segments=num_groups)
+    values = jnp.maximum(measured, 0.0).reshape(largest.shape)  # maxima of no rows are -inf
+    return product, (rows, values)
 
 
 def _backward(
@@ -109,8 +109,8 @@ def _backward(
 ) -> tuple[Any, ...]:
     """Return zeros for the rows, so that earlier products are reached as well."""
     del statistic, gradient
-    rows, found = residuals
-    return None, jnp.zeros_like(rows), found, None
+    rows, values = residuals
+    return None, jnp.zeros_like(rows), values, None
 
 
 _measure.defvjp(_forward, _backward)

@@ -125,17 +125,16 @@ def rows(run) -> None:
 def blocks(run) -> None:
     """Attention over a block, and its gradients, beside parcels of several kinds."""
 
-    from pallas_kernels.flash_attention import xla
+    from pallas_kernels.flash_attention.api import KERNELS
     from pallas_kernels.flash_attention.kernels import AttentionOperands, OutGradient, softmax_delta
     from pallas_kernels.flash_attention.mask import Rules, Tokens
-    from pallas_kernels.flash_attention.tpu import kernels as pallas_tpu
     from pallas_kernels.ring.parcel import Parcel
     from pallas_kernels.ring.step import Links, attend_and_send, differentiate_and_send
 
     rules = Rules(causal=True, window=None, softcap=None, scale=8**-0.5)
 
     def step(q, k, v, transport):
-        kernels = pallas_tpu.KERNELS if transport == "remote_dma" else xla.KERNELS
+        kernels = KERNELS["pallas_tpu" if transport == "remote_dma" else "xla"]
         links = Links("seq", transport, kernels)
         operands = AttentionOperands(q, k, v, Tokens(None, None, None, None), rules)
         parcels = [

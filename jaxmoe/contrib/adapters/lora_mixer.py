@@ -96,13 +96,13 @@ class LoraMixerConfig(MixedAdapter):
         return {"gates": (router, TRAINED)}
 
     def mix(
-        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
+        self, params: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Gates | None, Losses]:
         """Return the gates of the tokens, and in training their losses; see `MixedAdapter`."""
-        if not own:
+        if not params:
             return None, {}
         x = half.x.astype(jnp.float32)
-        router = own["gates"].astype(jnp.float32)
+        router = params["gates"].astype(jnp.float32)
         product = Product("bsd,dn->bsn", router, (None, None), _STREAM, jnp.float32)
         gates = jax.nn.softmax(along_stream(x, {"gates": product}, placement)["gates"])
         if train:

@@ -104,7 +104,7 @@ class MixedAdapter(Adapter):
 
     @abc.abstractmethod
     def mix(
-        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
+        self, params: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Mix | None, Losses]:
         """Return the mixture and losses of half a layer; see `jaxmoe.layers.view.ParameterView`."""
 

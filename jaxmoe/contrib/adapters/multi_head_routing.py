@@ -105,14 +105,14 @@ class MultiHeadRoutingConfig(MixedAdapter):
         return {"logits": (logits, dataclasses.replace(TRAINED, learning_rate_multiplier=rate))}
 
     def mix(
-        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
+        self, params: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Gates | None, Losses]:
         """Return the weights of the tokens' tasks; see `MixedAdapter`."""
         if self.trains == "average":
             shape = (*half.token_mask.shape, 1, self.members)
             equal = placement.place(jnp.full(shape, 1.0 / self.members), (*_ROWS, None, None))
             return Gates(values=equal, is_paired=False), {}
-        if not own:
+        if not params:
             return None, {}
         is_drawn = train and half.key is not None
         key = half.key if is_drawn else {}
@@ -121,15 +121,15 @@ class MultiHeadRoutingConfig(MixedAdapter):
         def weigh(ids, index, logits, key, *, batch_axes):
             del batch_axes
             drawn = key if is_drawn else None
-            own = logits.at[ids].get(mode="fill", fill_value=jnp.nan)  # no such task: no loss
-            return task_weights(own, index // length, drawn)
+            row = logits.at[ids].get(mode="fill", fill_value=jnp.nan)  # no such task: no loss
+            return task_weights(row, index // length, drawn)
 
         region = placement.region(
             weigh,
             in_axes=(_ROWS, _ROWS, (None, None, None), () if is_drawn else {}),
             out_axes=(*_ROWS, None, None),
         )
-        logits = own["logits"].astype(jnp.float32)
+        logits = params["logits"].astype(jnp.float32)
         rows = half.context["index"]
         ids = task_ids(half, self.task)
         values = region(ids, rows, logits, key)

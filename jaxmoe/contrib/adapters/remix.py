@@ -93,13 +93,13 @@ class RemixConfig(MixedAdapter):
         return {"router": (router, TRAINED)}
 
     def mix(
-        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
+        self, params: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[Gates | None, Losses]:
         """Return the additions of the tokens, and in training the loss of their draw."""
-        if not own:
+        if not params:
             return None, {}
         x = jax.lax.stop_gradient(half.x.astype(jnp.float32))
-        router = own["router"].astype(jnp.float32)
+        router = params["router"].astype(jnp.float32)
         product = Product("bsd,dn->bsn", router, (None, None), _STREAM, jnp.float32)
         logits = along_stream(x, {"router": product}, placement)["router"]
         is_drawn = train and half.key is not None

@@ -68,10 +68,10 @@ class TaskLoraConfig(MixedAdapter):
             )
 
     def mix(
-        self, own: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
+        self, params: dict[str, Array], half: HalfInputs, placement: Placement, *, train: bool
     ) -> tuple[FactorMembers, Losses]:
         """Return the task of each token; see `MixedAdapter`."""
-        del own, placement, train
+        del params, placement, train
         return FactorMembers(ids=task_ids(half, self.task)), {}
 
     @staticmethod
@@ -129,16 +129,19 @@ def together(
     for name, (adapter, _) in adapters.items():
         check_together(name, adapter)
     flat: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
-    owns: list[dict[str, Any]] = [
-        {path: np.asarray(value) for path, value in _flat(own).items() if is_factor(path)}
-        for _, own in adapters.values()
+    members: list[dict[str, Any]] = [
+        {path: np.asarray(value) for path, value in _flat(member).items() if is_factor(path)}
+        for _, member in adapters.values()
     ]
-    paths = sorted({p.removesuffix(":down") for own in owns for p in own if p.endswith(":down")})
-    rank = max(own[path].shape[-1] for own in owns for path in own if path.endswith(":down"))
+    downs = [
+        (path, x) for member in members for path, x in member.items() if path.endswith(":down")
+    ]
+    paths = sorted({path.removesuffix(":down") for path, _ in downs})
+    rank = max(x.shape[-1] for _, x in downs)
     for path in paths:
-        flat |= _stack(path, flat[path].ndim, owns, rank)
+        flat |= _stack(path, flat[path].ndim, members, rank)
     configs: list[Any] = [adapter for adapter, _ in adapters.values()]
-    roles = tuple(dict.fromkeys(role for one in configs for role in one.targets.roles))
+    roles = tuple(dict.fromkeys(role for adapter in configs for role in adapter.targets.roles))
     config = TaskLoraConfig(
         members=len(adapters), rank=rank, task=-1, targets=TargetsConfig(roles=roles)
     )

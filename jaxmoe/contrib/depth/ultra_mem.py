@@ -154,9 +154,9 @@ class MemoryLayer(nn.Module):
             "out": self._product("out", config.value_dim, width, "mlp_out"),
         }
         declared = config.declarations
-        own = {name: declare(self, name, declaration) for name, declaration in declared.items()}
+        params = {name: declare(self, name, declaration) for name, declaration in declared.items()}
         dtype = self.execution.precision.compute_dtype
-        own |= {name: own[name].astype(dtype) for name in ("inputs", "values")}
+        params |= {name: params[name].astype(dtype) for name in ("inputs", "values")}
         rows = CutRows.of(placement, ax.MEMORY_ROWS)
         table = dict.fromkeys(("inputs", "values"), (ax.MEMORY_ROWS, None))
         entries = {name: product.entry for name, product in products.items()}
@@ -166,7 +166,7 @@ class MemoryLayer(nn.Module):
             out_axes=_STREAM,
         )
         weights = {name: product.weight for name, product in products.items()}
-        return y + region(x.astype(dtype), weights, own).astype(y.dtype), outputs
+        return y + region(x.astype(dtype), weights, params).astype(y.dtype), outputs
 
     def _product(self, name: str, inputs: int, outputs: int, role: Role) -> Product:
         """Return a product with a matrix that every device has whole."""
@@ -182,7 +182,7 @@ class MemoryLayer(nn.Module):
             encoded=execution.encoded_product,
         )
 
-    def _read(self, x, weights, own, *, products, rows: CutRows, batch_axes):
+    def _read(self, x, weights, params, *, products, rows: CutRows, batch_axes):
         """Return the memory's output for the tokens of one device."""
         del batch_axes
         config = self.config
@@ -193,11 +193,11 @@ class MemoryLayer(nn.Module):
             return products[name].of(x, weights[name], placement)
 
         query = multiply("query", x).reshape(*x.shape[:2], config.num_heads, 2, config.key_dim)
-        scores = score_keys(query, own["keys"], self.context.norm_epsilon)
-        core = own["core"].astype(f32) / _RANK
+        scores = score_keys(query, params["keys"], self.context.norm_epsilon)
+        core = params["core"].astype(f32) / _RANK
         ids, scores = choose_entries(*scores, core, config.top_k)
         flat = (*x.shape[:2], config.num_heads * config.top_k)
         scale = _HIDDEN_RMS * math.sqrt(config.value_dim / config.num_heads)
         scores = scores.reshape(flat) * f32(scale / expected_norm(config.num_keys, config.top_k))
         tokens = (multiply("project", x), ids.reshape(flat), scores)
-        return multiply("out", rows.read(*tokens, own["inputs"], own["values"]))
+        return multiply("out", rows.read(*tokens, params["inputs"], params["values"]))

@@ -137,9 +137,9 @@ def _compute(
         slots,
         sent.rows,
         sent.group_sizes,
-        execution.implementations.grouped_swiglu,
-        execution.precision.activations,
-        execution.encoded_product,
+        implementation=execution.implementations.grouped_swiglu,
+        activations=execution.precision.activations,
+        encoded=execution.encoded_product,
     )
     return outputs + sent.undo(found)
 

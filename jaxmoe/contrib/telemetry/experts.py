@@ -63,7 +63,8 @@ def observe_experts(
         return observed
     is_kept = (assignments.expert_ids < num_experts).astype(jnp.float32)
 
-    def directions(weights: Any, rows: Array, group_sizes: Array) -> Array:
+    def directions(weights: Any, rows: Array, group_sizes: Array, gates: Array) -> Array:
+        del gates  # 1 where there is an output
         rows = call.experts(weights, rows, group_sizes)
         if not expert_tensor:
             return unit_rows(rows)

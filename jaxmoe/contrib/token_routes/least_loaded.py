@@ -105,6 +105,7 @@ class LeastLoadedConfig(Dispatcher):
         ranks = order.inverse + starts.at[expert_ids].get(mode="clip")
         sent = exchange(
             outgoing.rows,
+            outgoing.gates,
             group_of_each_row(expert_ids, ranks, plan),
             num_experts=devices * groups,
             most=outgoing.most_for_groups(groups),

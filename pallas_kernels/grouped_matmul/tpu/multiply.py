@@ -41,7 +41,7 @@ from pallas_kernels.grouped_matmul.tpu.visits import visit_rows
 from pallas_kernels.jax_versions import match_varying, shape_varying_like
 
 Follow = Callable[[list[Array], list[Array]], Sequence[Sequence[Array]]]
-"""(sums, one [r o] each; list of extras [q r o]) -> parts [r o] of each output."""
+"""(sums, one [r o] each; list of extras [q r o] or [q r 1]) -> parts [r o] of each output."""
 
 
 class _MultiplyCall(NamedTuple):
@@ -82,7 +82,7 @@ def multiply_and(
     group_sizes: Int[Array, " G"],
     outs: Sequence[tuple[int, Any]],
     *,
-    extras: Sequence[Float[Array, "q R o"]] = (),
+    extras: Sequence[Float[Array, "_ R _"]] = (),
     is_turned: bool = False,
     name: str = "grouped_matmul",
 ) -> list[Array]:
@@ -93,7 +93,7 @@ def multiply_and(
         factors: Rows [p R s] and weights [G q k n].
         group_sizes: Rows of each group, as in `grouped_matmul`.
         outs: Number of parts and dtype of each output.
-        extras: Operands in the shape of the result, in parts.
+        extras: Operands in the shape of the result, in parts; or with one number a row.
         is_turned: Whether the sum runs over n.
         name: Name of the kernel in profiles.
 
@@ -117,7 +117,9 @@ def multiply_and(
     )
     arrays, specs = _operands(call)
     by_row = [
-        pl.BlockSpec((x.shape[0], tile.rows, tile.out), lambda o, v, s, *at: (0, at[1][v], o))
+        pl.BlockSpec((x.shape[0], tile.rows, 1), lambda o, v, s, *at: (0, at[1][v], 0))
+        if x.shape[2] == 1
+        else pl.BlockSpec((x.shape[0], tile.rows, tile.out), lambda o, v, s, *at: (0, at[1][v], o))
         for x in extras
     ]
     operands = [*visits.as_read(), *arrays, *extras]
@@ -150,7 +152,8 @@ def multiply_and(
             transcendentals=0,
             bytes_accessed=factors.rows.nbytes * -(-width // tile.out)
             + sum(x.nbytes for x in (factors.weights, *factors.more))
-            + num_rows * width * (result_bytes + sum(x.shape[0] * x.itemsize for x in extras)),
+            + sum(x.nbytes for x in extras)
+            + num_rows * width * result_bytes,
         ),
         name=name,
     )(*match_varying(operands, operands))
@@ -170,7 +173,7 @@ def _tile(
     parts = factors.parts
     decoded = factors.dtypes[1].itemsize if factors.mode != "none" else 0
     result = sum(c * jnp.dtype(d).itemsize for c, d in outs)
-    result += sum(x.shape[0] * x.itemsize for x in extras)
+    result += sum(x.shape[0] * x.itemsize for x in extras if x.shape[2] > 1)
     unit = 1
     if factors.weight_scales is not None and factors.weight_scales.shape[-2] > 1:
         unit = k // factors.weight_scales.shape[-2]

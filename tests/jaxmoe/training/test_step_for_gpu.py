@@ -64,9 +64,18 @@ def has_kernels(text):
     return "mosaic_gpu" in text or "triton" in text
 
 
+def per_layer(number):
+    """Return the calls of one layer: JAX 0.10 writes equal layers once, 0.11 each of them."""
+    is_written_once = jax.__version_info__ < (0, 11)
+    layers = 1 if is_written_once else MODEL.num_layers
+    assert number % layers == 0
+    return number // layers
+
+
 def calls_of_cudnn(text):
-    """Return the calls in the forward and in the backward pass."""
-    return tuple(text.count(f"@__cudnn$fmhaSoftmax{which}(") for which in ("", "Backward"))
+    """Return the calls of a layer in the forward and in the backward pass."""
+    counts = (text.count(f"@__cudnn$fmhaSoftmax{which}(") for which in ("", "Backward"))
+    return tuple(map(per_layer, counts))
 
 
 @pytest.mark.parametrize("compute", PRECISIONS)
@@ -136,5 +145,5 @@ def test_a_step_of_serving(choice):
     text = lowered(step, params_of(), None, pools, inputs)
     assert has_kernels(text) == (choice != "xla")
     # One for single tokens and one for pieces, each with one that merges.
-    assert text.count("xla.gpu.triton") == (0 if choice == "xla" else 4)
+    assert per_layer(text.count("xla.gpu.triton")) == (0 if choice == "xla" else 4)
     assert (f"{width * size}x1x2x64xbf16" in text) == (choice == "xla"), "a gather of pages"

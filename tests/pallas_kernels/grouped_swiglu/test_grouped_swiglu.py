@@ -115,6 +115,36 @@ def test_parity(implementation, case, small_blocks):
         assert not np.any(x[used:]), "rows past the last group must be exactly 0"
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
+def test_factors_of_rows(implementation, dtype, small_blocks):
+    """Those of outputs, whose gradient JAX derives; a factor of 0 has a gradient."""
+    rows, gate_up, down, group_sizes, d_out = _inputs(*CASES["skewed"], dtype=dtype)
+    used = int(group_sizes.sum())
+    factors = jax.random.normal(jax.random.key(1), rows.shape[:1]).at[1].set(0.0)
+    factors = factors.at[used:].set(jnp.nan)
+
+    def inside(*arrays):
+        *arrays, factors = arrays
+        return grouped_swiglu(*arrays, group_sizes, factors, implementation=implementation)
+
+    def outside(*arrays):
+        *arrays, factors = arrays
+        out = grouped_swiglu(*arrays, group_sizes, implementation="reference")
+        return (out.astype(jnp.float32) * factors[:, None])[:used].astype(dtype)
+
+    out, pull = jax.vjp(inside, rows, gate_up, down, factors)
+    expected, pull_expected = jax.vjp(outside, rows, gate_up, down, factors)
+    assert not np.any(np.asarray(out[used:], np.float32))
+    for x, y in zip(
+        (out[:used], *pull(d_out)), (expected, *pull_expected(d_out[:used])), strict=True
+    ):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, **TOLERANCES[dtype])
+    with pytest.raises(ValueError, match=r"row_factors has shape .* give one for each"):
+        inspect.unwrap(grouped_swiglu)(rows, gate_up, down, group_sizes, factors[1:])
+
+
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
 def test_halves_and_turned_matrices_change_nothing(implementation):
     rows, gate_up, down, group_sizes, _ = _inputs(*CASES["skewed"])

@@ -4,6 +4,7 @@
 
 import functools
 import math
+import re
 from functools import partial
 
 import hypothesis
@@ -24,6 +25,7 @@ from sharding.expert_parallel import (
     AllToAllConfig,
     AllToAllDroppingConfig,
     ExpertAxes,
+    LocalConfig,
     expert_parallel,
     transport,
 )
@@ -55,6 +57,8 @@ CONFIGS = {
     "equal": AllToAllConfig(transport="equal"),
     "ragged": AllToAllConfig(transport="ragged"),
     "chunks": AllToAllConfig(num_chunks=2),
+    "sent_again": AllToAllConfig(experts_keep="inputs"),
+    "dropping_sent_again": AllToAllDroppingConfig(capacity_factor=8.0, experts_keep="inputs"),
     "dropping_roomy": AllToAllDroppingConfig(capacity_factor=8.0),
     "dropping_roomy_ragged": AllToAllDroppingConfig(capacity_factor=8.0, transport="ragged"),
     "least_loaded": LeastLoadedConfig(threshold=1.0, min_rows=1),
@@ -113,8 +117,8 @@ def oracle(x, gates, weights, expert_ids):
     return y
 
 
-def experts(weights, rows, group_sizes):
-    return grouped_swiglu(rows, weights["gate_up"], weights["down"], group_sizes)
+def experts(weights, rows, group_sizes, gates):
+    return grouped_swiglu(rows, weights["gate_up"], weights["down"], group_sizes, gates)
 
 
 def mesh_of(layout):
@@ -241,6 +245,27 @@ def test_dispatcher_equals_a_loop_over_experts(layout, name):
     check(on_mesh(layout, CONFIGS[name]), ROUTINGS)
 
 
+@pytest.mark.parametrize("name", ["local", "all_gather", "sent_again"])
+def test_the_backward_pass_takes_rows_again_and_needs_no_outputs(name, capsys):
+    """Kept [A ...]: the hidden units, order and gates; of the tokens' width [T D] alone."""
+    config = {"local": LocalConfig(), **CONFIGS}[name]
+    function = on_mesh("expert1" if name == "local" else "expert2", config)
+    x, weights, _ = tensors()
+    gates, ids = jnp.ones((T, K)), jnp.zeros((T, K), jnp.int32)
+
+    def loss(x, gates, weights):
+        return jnp.sum(function(x, gates, weights, ids)[0])
+
+    jax.ad_checkpoint.print_saved_residuals(jax.jit(loss), x, gates, weights)
+    lines = capsys.readouterr().out.splitlines()
+    inside = [line[line.index("[") : line.index("]")] for line in lines]
+    shapes = [tuple(map(int, re.findall(r"\d+", numbers))) for numbers in inside]
+    floating = [shape for line, shape in zip(lines, shapes, strict=True) if line.startswith("f")]
+    assert [shape for shape in floating if shape[-1] == 2 * F and shape[0] != E], lines
+    wide = [math.prod(shape) for shape in floating if shape[-1:] == (D,) and len(shape) == 2]
+    assert wide and max(wide) <= T * D * (2 if name == "all_gather" else 1), lines
+
+
 @pytest.mark.parametrize(
     "name", ["equal", *(pytest.param(n, marks=pytest.mark.slow) for n in ("all_gather", "ragged"))]
 )
@@ -335,8 +360,10 @@ def run_exchange(kind, expert_ids):
     @jax.jit
     def run(rows, expert_ids):
         def local(rows, expert_ids):
-            sent = exchange(rows, expert_ids, num_experts=E, most=6, axes=axes, transport=kind)
-            return sent.rows, sent.group_sizes, sent.undo(sent.rows)
+            sent = exchange(
+                rows, rows[:, :1], expert_ids, num_experts=E, most=6, axes=axes, transport=kind
+            )
+            return sent.rows, sent.group_sizes, sent.undo(sent.rows), sent.gates
 
         return jax.shard_map(local, mesh=mesh, in_specs=(tokens, tokens), out_specs=tokens)(
             rows, expert_ids
@@ -344,7 +371,8 @@ def run_exchange(kind, expert_ids):
 
     slots = jnp.arange(4 * 6, dtype=jnp.float32)
     rows = jnp.stack([slots, expert_ids.astype(jnp.float32)], 1)
-    arrived, group_sizes, returned = run(rows, expert_ids)
+    arrived, group_sizes, returned, gates = run(rows, expert_ids)
+    assert np.array_equal(gates, arrived[:, 0])
     return rows, arrived.reshape(4, -1, 2), group_sizes.reshape(4, -1), returned
 
 
@@ -425,7 +453,8 @@ def bytes_by_formula(layout, name, *, moves_tokens=False):
             most = min(most, math.ceil(config.capacity_factor * together * K / experts))
         found["all-gather"].append(experts * E)
         kind = "ragged-all-to-all" if config.transport == "ragged" else "all-to-all"
-        found[kind] += [experts * most * D] * 4
+        again = [] if config.keeps_rows else [D]
+        found[kind] += [experts * most * n for n in (D, D, D, D, *again, 1, 1)]  # rows; gates
     found = {kind: each * number for kind, each in found.items()}
     if moves_tokens:  # tokens and sums, experts with gates; their gradients
         all_tokens = T // (experts * tensor)
@@ -438,7 +467,7 @@ def bytes_by_formula(layout, name, *, moves_tokens=False):
     [
         *(
             ("expert4", name, False)
-            for name in ("all_gather", "equal", "ragged", "chunks", "tight")
+            for name in ("all_gather", "equal", "sent_again", "ragged", "chunks", "tight")
         ),
         *(("expert4_tensor2", name, False) for name in ("all_gather", "equal", "ragged", "chunks")),
         ("expert4", "chunks", True),

@@ -149,11 +149,11 @@ def test_the_local_dispatcher_sends_each_row_to_its_expert(key, is_token_major):
     assignments = assignments_of(key, is_token_major)
     x = jax.random.normal(key, (4, 5))
 
-    def experts(weights, rows, group_sizes):
+    def experts(weights, rows, group_sizes, gates):
         ends = jnp.cumsum(group_sizes)
         expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
         scale = weights.at[expert].get(mode="fill", fill_value=0)
-        return rows * scale[:, None]
+        return rows * (scale * gates)[:, None]
 
     scales = jnp.asarray([1.0, 2.0, 3.0])
     given = (x, assignments, experts, scales)

@@ -14,11 +14,13 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, as_factor, declare_matrix
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
+from pallas_kernels.grouped_swiglu import HIDDEN
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded
@@ -95,7 +97,9 @@ def apply_experts(
     weights: Mapping[str, Any],
     rows: Float[Array, "R D"],
     group_sizes: Int[Array, " e"],
-    implementation: Implementation | None,
+    gates: Float[Array, " R"] | None = None,
+    *,
+    implementation: Implementation | None = None,
     activations: QuantizedDtype | None = None,
     encoded: EncodedProduct | None = None,
     expert_tensor: tuple[str, ...] = (),
@@ -107,6 +111,7 @@ def apply_experts(
         weights: Weights of the e experts held here, from `Experts`, `in_halves` or encoded.
         rows: Rows sorted by expert, in the compute dtype.
         group_sizes: Rows of each expert; rows past their sum give 0.
+        gates: Factor of each row's output, f32, which acts on the hidden units; None for 1.
         implementation: Implementation of `grouped_swiglu`, or of `grouped_matmul` where activations
             are rounded or measured.
         activations: Dtype that rows are rounded to before a quantised weight; None for none.
@@ -115,7 +120,7 @@ def apply_experts(
         gathers_width: Whether the weights were gathered along D.
     """
     if encoded is not None:
-        return _in_few_bits(weights, rows, group_sizes, encoded, expert_tensor)
+        return _in_few_bits(weights, rows, group_sizes, gates, encoded, expert_tensor)
     parts: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
     gate_up = parts if len(parts) == 2 else parts[0]
     down: Any = as_factor(weights["down"], rows.dtype)
@@ -128,6 +133,7 @@ def apply_experts(
             fused,
             cast(Any, down),
             group_sizes,
+            gates,
             down_is_turned=gathers_width,
             implementation=implementation,
         )
@@ -143,9 +149,19 @@ def apply_experts(
             rows, weight, group_sizes, activations=activations, implementation=implementation
         )
 
-    hidden = [multiply(rows, part) for part in parts]
+    hidden = [checkpoint_name(multiply(rows, part), HIDDEN) for part in parts]
     gate, up = hidden if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=-1)
-    return multiply(jax.nn.silu(gate) * up, down)
+    return multiply(_activate(gate, up, gates), down)
+
+
+def _activate(
+    gate: Float[Array, "R F"], up: Float[Array, "R F"], gates: Float[Array, " R"] | None
+) -> Float[Array, "R F"]:
+    """Return the hidden units, times the gates of their rows."""
+    hidden = jax.nn.silu(gate) * up
+    if gates is None:
+        return hidden
+    return (hidden.astype(jnp.float32) * gates[:, None]).astype(hidden.dtype)
 
 
 def _inputs(weights: Mapping[str, Any]) -> tuple[str, ...]:
@@ -156,6 +172,7 @@ def _in_few_bits(
     weights: Mapping[str, Any],
     rows: Float[Array, "R D"],
     group_sizes: Int[Array, " e"],
+    gates: Float[Array, " R"] | None,
     product: EncodedProduct,
     expert_tensor: tuple[str, ...],
 ) -> Float[Array, "R D"]:
@@ -166,5 +183,6 @@ def _in_few_bits(
         else weight
         for weight in (weights["gate_up"], weights["down"])
     )
-    hidden = product.project_groups(rows, gate_up, group_sizes)  # R, 2, F
-    return product.project_groups(jax.nn.silu(hidden[:, 0]) * hidden[:, 1], down, group_sizes)
+    hidden = checkpoint_name(product.project_groups(rows, gate_up, group_sizes), HIDDEN)  # R, 2, F
+    hidden = _activate(hidden[:, 0], hidden[:, 1], gates)
+    return product.project_groups(hidden, down, group_sizes)
