@@ -111,7 +111,8 @@ class ExecutionConfig:
     """Layers in one iteration of the loop over equal layers; more compile longer and run faster,
     since the loop copies what it carries and keeps. None: 1, or on a GPU up to four, where it
     halved the temporaries, unless all of a layer is computed again. Stages of a pipeline do not
-    unroll."""
+    unroll. On a CPU, whose compiler orders an unrolled loop without regard to memory, `remat` costs
+    time there and saves nothing."""
     telemetry: Literal["brief", "detailed"] = "brief"
     """Extent of the measurements: the load of the routers; or also those of
     jaxmoe/contrib/telemetry, which runs experts twice."""

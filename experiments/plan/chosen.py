@@ -70,6 +70,16 @@ def _choices(execution: ExecutionConfig, defaults: ExecutionConfig) -> list[str]
         )
         if type(member) is not type(default)
     ]
+    dispatcher: Any = execution.dispatcher
+    default: Any = defaults.dispatcher
+    if type(dispatcher) is not type(default):
+        default = type(dispatcher)()
+    arguments += [
+        word
+        for field in dataclasses.fields(dispatcher)
+        if (value := getattr(dispatcher, field.name)) != getattr(default, field.name)
+        for word in (f"--execution.dispatcher.{field.name}", str(value))
+    ]
     if (chunks := execution.pipeline_order.chunks) != defaults.pipeline_order.chunks:
         arguments += ["--execution.pipeline.chunks", str(chunks)]
     return arguments

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
+from jaxmoe.host_memory import machine_memory
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import CHIPS, Chip
 from jaxmoe.planning.memory import estimate_memory
@@ -53,7 +53,7 @@ def memory_warning(plan: StepPlan, devices: Sequence[Any]) -> str:
     name = platform if platform in ("tpu", "cpu") else "gpu"
     if name == "cpu":
         number = len(devices)
-        available = _machine_memory()
+        available = machine_memory()
         owner = "this machine has"
     else:
         limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
@@ -73,20 +73,6 @@ def memory_warning(plan: StepPlan, devices: Sequence[Any]) -> str:
         " training.accumulation, execution.remat=full or more devices; `experiments.plan` finds a"
         " mesh"
     )
-
-
-def _machine_memory() -> int:
-    """Return the memory of the machine, or of the control group of this process if it is less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as stream:
-                text = stream.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            memory = min(memory, int(text))
-    return memory
 
 
 def _gigabytes(number: float) -> str:

@@ -23,7 +23,7 @@ from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.pipelines import counts
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.planning.step_time import seconds_of, stack_flops
+from jaxmoe.planning.step_time import seconds_of
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.training.pipeline.stages import ModelParts
 from sharding.pipeline import PipelineOrder
@@ -56,7 +56,7 @@ def stage_times(plan: StepPlan, chip: Chip) -> StageTimes:
     rate = chip.flops * chip.efficiency * plan.mesh.size
     forward = backward = 0.0
     for stack in ModelParts.of(plan.model).staged.stacks:
-        once = stack_flops(plan, stack) / 3 * plan.tokens / plan.accumulation / rate
+        once = sizes.layout.flops.by_stack[stack.path] / 3 * plan.tokens / plan.accumulation / rate
         forward += once
         backward += once * (4 if sizes.remat(stack) in ("full", "offload") else 3)
     ticks = pipeline_counts.forward + pipeline_counts.backward

@@ -28,19 +28,24 @@ b bytes per value,
     gathered  3 E' D F b      their gradients  3 E' D F * 4      rows  (4 A D + 4 A F) b
     and if products are narrower than parameters, the gradients in transit in b bytes and, because
     TPUs on a square torus sum them before scattering, their sum: 2 * 3 E' D F b
+    gathered experts of a TPU without stages: gradients, transit and sum of one matrix at a time
 
 Attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
 sequence (the compiler hoists it). What a mixer keeps and needs at a time, its config states
-(`activations`): attention about ten arrays [T N H]. Saved per layer: with
-remat "full" the input; with "dots" the dense products as well; with "none" everything that the
-backward pass reads, gathered expert weights included.
+(`activations`): attention about ten arrays [T N H]. Saved per layer: with remat "full" the input;
+with "dots" the dense products as well; with "none" everything that the backward pass reads,
+gathered expert weights included; of experts 2 A F b, and where rows that travel are kept, or no
+loop is left, A D b. On a CPU an unrolled loop saves as with "none", whatever remat says, and of
+experts that are spread three arrays [A F] of the backward pass, which its compiler computes as soon
+as their inputs exist.
 
 The terms were read off compiled programs; their factors count arrays of one shape that exist at the
 same time, and are not fitted. Compilers may do better (fusion) or worse (padding of narrow shards,
 copies between layouts): experiments/README.md has measurements. Fragmentation and the additional
 rows of an unbalanced routing are not modelled.
 
-To add a term: a field of `MemoryEstimate`, its phase and its value here.
+To add a term: a field of `MemoryEstimate` and its phase in `jaxmoe/planning/memory_estimate.py`,
+and its value here.
 """
 
 from __future__ import annotations
@@ -58,119 +63,12 @@ from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan, abstract_batch, abstract_state
 from jaxmoe.planning.device_bytes import device_bytes
 from jaxmoe.planning.hardware import Platform
+from jaxmoe.planning.memory_estimate import MemoryEstimate
 from jaxmoe.planning.pipelines import counts
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.training.pipeline.stages import ModelParts
 from jaxmoe.training.state import TrainState, layers_on_host
 from sharding import axes as ax
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryEstimate:
-    """Bytes on one device."""
-
-    parameters: int
-    optimizer: int
-    """Optimiser state on the device: only counters if it is kept in the host's memory."""
-    batch: int
-    other_state: int
-    """Router state, counters and key."""
-    gradients: float
-    """Float32 gradients of the whole step."""
-    copies: float
-    """Sharded parameters in the dtype of products."""
-    saved: float
-    """Activations kept for the backward pass."""
-    masks: float
-    """Masks of attention without a kernel."""
-    layer: float
-    """Working set of one layer's backward pass without its experts."""
-    experts: float
-    """Gathered expert weights, their gradients and the experts' rows, for one layer."""
-    logits: float
-    """Logits of one chunk, the head's matrix and its gradient."""
-    embedding: float
-    """Gathered embedding table and its gradient."""
-    update: float
-    """Directions of the optimiser and matrices brought together whole."""
-    arriving: float = 0.0
-    """Layers on the device whose parameters, or gradients, lie in host memory."""
-    streams: float = 0.0
-    """Inputs of groups of layers and gradients of streams that a pipeline keeps."""
-    before: float = 0.0
-    """Activations and working set of the layers before the stages of a pipeline."""
-    after: float = 0.0
-    """The same of the layers after the stages."""
-    host: float = 0.0
-    """Bytes in host memory, for one device; no part of `total`."""
-    disk: float = 0.0
-    """Bytes of the optimiser state in files, for one device; no part of `total`."""
-
-    @property
-    def arguments(self) -> int:
-        """Arguments of the compiled step; exact."""
-        return self.parameters + self.optimizer + self.batch + self.other_state
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Temporaries in each phase of the step."""
-        resident = self.gradients + self.copies + self.streams
-        # A pipeline has the activations of a group in its backward pass alone.
-        saved = self.after if self.streams else self.saved + self.masks
-        return {
-            "layers": resident
-            + self.arriving
-            + self.saved
-            + self.masks
-            + self.layer
-            + self.experts,
-            "head": resident + saved + self.logits,
-            "embedding": resident + self.embedding + self.before,
-            "update": self.gradients + self.update,
-        }
-
-    @property
-    def temporaries(self) -> float:
-        """Temporaries of the compiled step; approximate."""
-        return max(self.phases.values())
-
-    @property
-    def peak_phase(self) -> str:
-        """Phase with the largest temporaries."""
-        return max(self.phases, key=self.phases.__getitem__)
-
-    @property
-    def total(self) -> float:
-        """Bytes of the whole step; its few results beside the state are not counted."""
-        return self.arguments + self.temporaries
-
-    def categories(self) -> dict[str, float]:
-        """Return the bytes held in the peak phase by name; they add up to `total`."""
-        state = {
-            "parameters": self.parameters,
-            "optimizer": self.optimizer,
-            "batch and counters": self.batch + self.other_state,
-            "gradients": self.gradients,
-        }
-        copies = {"parameters for products": self.copies}
-        saved = {"saved activations": self.saved, "attention masks": self.masks}
-        before, after = {}, saved
-        if self.streams:
-            copies |= {"streams of the pipeline": self.streams}
-            before = {"layers before the stages": self.before}
-            after = {"layers after the stages": self.after}
-        match self.peak_phase:
-            case "layers":
-                arriving = {"layers from host memory": self.arriving} if self.arriving else {}
-                arriving |= {"experts": self.experts, "one layer": self.layer}
-                return state | copies | saved | arriving
-            case "head":
-                return state | copies | after | {"logits and head": self.logits}
-            case "embedding":
-                return state | copies | before | {"embedding": self.embedding}
-            case _:
-                return state | {"update": self.update}
-
 
 # Arrays of one shape that exist at once in the backward pass of a layer; see the module docstring.
 _STREAM_ARRAYS = 4
@@ -203,8 +101,9 @@ def estimate_memory(
         platform: Platform with the array layouts.
         state: `abstract_state` of the plan, where it is known; it costs most of the time.
     """
-    mesh, sizes = plan.mesh, Sizes.of(plan)
+    mesh = plan.mesh
     state = abstract_state(plan, mesh) if state is None else state
+    without_state = least_memory(Sizes.of(plan), platform)
 
     def of(tree: object) -> int:
         return device_bytes(jax.tree.leaves(tree), platform)
@@ -223,18 +122,40 @@ def estimate_memory(
     host = 2.0 * (elsewhere + away) + away
     if plan.execution.optimizer_memory == "files":
         host, disk = elsewhere * share, 2.0 * elsewhere
-    return MemoryEstimate(
+    return dataclasses.replace(
+        without_state,
         parameters=parameters - away,
         optimizer=optimizer,
         batch=of(abstract_batch(plan, mesh)),
         other_state=of(state) - parameters - optimizer - elsewhere,
         arriving=_STREAMED_LAYERS * _of_one_layer(plan, state.params, platform),
-        logits=_logits(sizes),
-        embedding=_embedding(sizes),
         # Parameters and gradients in host memory arrive with the state.
-        update=_update(sizes) + (elsewhere + 2 * away) * share,
+        update=without_state.update + (elsewhere + 2 * away) * share,
         host=host,
         disk=disk,
+    )
+
+
+def least_memory(sizes: Sizes, platform: Platform) -> MemoryEstimate:
+    """Return the memory of a step without its optimiser's state, with parameters that are not
+    padded: no more than it needs, and nothing is traced for it.
+
+    Args:
+        sizes: Sizes of the step.
+        platform: Platform with the array layouts.
+    """
+    plan = sizes.plan
+    names = layers_on_host(plan.model, plan.execution)
+    dtype = plan.execution.precision.parameter_dtype
+    stored = [row for row in plan.table if row.path.split("/")[0] not in names]
+    return MemoryEstimate(
+        parameters=sum(sizes.local(row) * row.stored_dtype(dtype).itemsize for row in stored),
+        optimizer=0,
+        batch=0,
+        other_state=0,
+        logits=_logits(sizes),
+        embedding=_embedding(sizes),
+        update=_update(sizes),
         **(_without_stages if plan.execution.mesh.stage == 1 else _with_stages)(sizes, platform),
     )
 
@@ -246,11 +167,11 @@ def _without_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     names = layers_on_host(plan.model, plan.execution)
     rows = [row for row in plan.table.trained_rows if row.path.split("/")[0] not in names]
     gradients = _gradients(sizes, rows, platform)
-    layer, experts = _largest_layer(sizes, shares)
+    layer, experts = _largest_layer(sizes, shares, platform)
     return {
         "gradients": gradients * (2 if plan.accumulation > 1 else 1),
         "copies": _copies(sizes),
-        "saved": _save(sizes, shares),
+        "saved": _save(sizes, shares, platform),
         "masks": _masks(sizes, plan.model.scans, platform),
         "layer": layer,
         "experts": experts,
@@ -269,7 +190,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]
     trained = [row for row in staged if not row.is_frozen]
     gradients = _gradients(sizes, plan.table.trained_rows, platform)
-    copies, layers = _copies(sizes), _largest_layer(sizes, group)
+    copies, layers = _copies(sizes), _largest_layer(sizes, group, platform)
     if chunks > 1:  # parameters at the stages of their chunks
         is_whole = execution.state_layout.gathered == "step"
         width = jnp.dtype(execution.precision.parameter_dtype).itemsize
@@ -291,7 +212,7 @@ def _with_stages(sizes: Sizes, platform: Platform) -> dict[str, float]:
     return {
         "gradients": gradients + _gradients(sizes, trained, platform) / chunks,
         "copies": copies,
-        "saved": _save(sizes, group),
+        "saved": _save(sizes, group, platform),
         "masks": _masks(sizes, (parts.staged,), platform),
         "layer": layers[0],
         "experts": layers[1],
@@ -328,8 +249,8 @@ def _outside(sizes: Sizes, scans: tuple[Scan, ...], platform: Platform) -> float
     ]
     if not shares_of_stacks:
         return 0.0
-    needed = _save(sizes, shares_of_stacks) + _masks(sizes, scans, platform)
-    return needed + sum(_largest_layer(sizes, shares_of_stacks))
+    needed = _save(sizes, shares_of_stacks, platform) + _masks(sizes, scans, platform)
+    return needed + sum(_largest_layer(sizes, shares_of_stacks, platform))
 
 
 def _copies(sizes: Sizes) -> float:
@@ -345,18 +266,19 @@ def _copies(sizes: Sizes) -> float:
 
 
 def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) -> float:
-    """Return sharded gradients; a TPU pads narrow shards of stacked experts to 128 lanes."""
+    """Return sharded gradients; a TPU may pad narrow shards of stacked experts to 128 lanes."""
     total = 0
     for row in rows:
         values, cut = sizes.local(row), row.spec[-1] if len(row.spec) == len(row.shape) else None
-        if platform == "tpu" and cut is not None and ax.EXPERTS in row.declaration.axes:
+        is_padded = platform == "tpu" and not _reduces_matrices_apart(sizes.plan, platform)
+        if is_padded and cut is not None and ax.EXPERTS in row.declaration.axes:
             width = row.shape[-1] // sizes.devices(cut if isinstance(cut, tuple) else (cut,))
             values = values // width * (-(-width // _LANES) * _LANES)
         total += values
     return 4.0 * total
 
 
-def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> float:
+def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platform) -> float:
     plan = sizes.plan
     model, execution = plan.model, plan.execution
     token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
@@ -367,7 +289,8 @@ def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> float:
         secondary = _of_held(plan, shares_of_stacks, sizes.local) * copies * sizes.itemsize
     total = secondary
     for share in shares_of_stacks:
-        remat, num_layers = sizes.remat(share.stack), share.layers
+        is_loop = _is_loop(plan, share.stack, platform)
+        remat, num_layers = sizes.remat(share.stack) if is_loop else "none", share.layers
         if remat in ("full", "offload"):  # "offload" keeps them on the host
             inputs = model.residual.arrays * stream
             total += num_layers * inputs if remat == "full" else 0.0
@@ -378,12 +301,28 @@ def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> float:
             streams = 1 + model.residual.arrays
             total += num_layers * (streams * stream + sizes.inner_tokens * mixer.projected)
             continue
-        width = 2 * model.embed_dim + 2 * fed.expert_dim
+        traits = execution.dispatcher.traits
+        is_ahead = not is_loop and traits.spreads_experts
+        is_sent = sizes.devices(sizes.expert_axes) > 1
+        has_rows = _is_unrolled(plan, share.stack) or (is_sent and execution.dispatcher.keeps_rows)
+        width = (5 if is_ahead else 2) * fed.expert_dim + (model.embed_dim if has_rows else 0)
         rows = sizes.places(fed) * sizes.itemsize * width + token * fed.read_dim
         streams = 3 + model.residual.arrays
         total += num_layers * (streams * stream + sizes.inner_tokens * mixer.kept + rows)
         total += _of_held(plan, [share], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total
+
+
+def _is_loop(plan: StepPlan, stack: LayerStack, platform: Platform) -> bool:
+    """Return whether the passes of a layer are apart: not where a CPU computes all unrolled, see
+    `ExecutionConfig.unroll`."""
+    return platform != "cpu" or not _is_unrolled(plan, stack)
+
+
+def _is_unrolled(plan: StepPlan, stack: LayerStack) -> bool:
+    """Return whether no loop over layers is left."""
+    unroll = plan.execution.unroll or 1
+    return plan.execution.mesh.stage == 1 and 1 < stack.num_layers <= unroll
 
 
 def _of_held(
@@ -417,10 +356,13 @@ def _masks(sizes: Sizes, scans: Sequence[Scan], platform: Platform) -> float:
     return sizes.sequences * heads * plan.sequence_length**2 * _MASK_SHARE / parts
 
 
-def _largest_layer(sizes: Sizes, shares_of_stacks: Sequence[HeldStack]) -> tuple[float, float]:
+def _largest_layer(
+    sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platform
+) -> tuple[float, float]:
     """Return the working set of the layer that needs most, without its experts and of them."""
     pairs = [
-        (_layer(sizes, share.stack), _experts(sizes, share.stack)) for share in shares_of_stacks
+        (_layer(sizes, share.stack), _experts(sizes, share.stack, platform))
+        for share in shares_of_stacks
     ]
     return max(pairs, key=sum)
 
@@ -432,7 +374,7 @@ def _layer(sizes: Sizes, stack: LayerStack) -> float:
     return sizes.inner_tokens * (sizes.activations(stack).working + stream)
 
 
-def _experts(sizes: Sizes, stack: LayerStack) -> float:
+def _experts(sizes: Sizes, stack: LayerStack, platform: Platform) -> float:
     plan, experts = sizes.plan, stack.kind.feed_forward.sizes
     rows = [row for row in _of_experts(plan) if row.path.startswith(f"{stack.path}/")]
     weights = sum(sizes.in_use(row) / sizes.layers(row) for row in rows)
@@ -440,7 +382,15 @@ def _experts(sizes: Sizes, stack: LayerStack) -> float:
     narrow = sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     travelling = 2 * sizes.itemsize if narrow else 0
     num_bytes = sizes.places(experts) * width * sizes.itemsize
-    return weights * (sizes.itemsize + 4 + travelling) + num_bytes
+    matrices = 1 / 3 if _reduces_matrices_apart(plan, platform) else 1.0
+    return weights * (sizes.itemsize + matrices * (4 + travelling)) + num_bytes
+
+
+def _reduces_matrices_apart(plan: StepPlan, platform: Platform) -> bool:
+    """Return whether the gradients of an expert's three matrices are reduced one after another, and
+    none is padded: what libtpu makes of the kernels' layout, outside of stages."""
+    spreads = plan.execution.dispatcher.traits.spreads_experts
+    return platform == "tpu" and plan.execution.mesh.stage == 1 and not spreads
 
 
 def _logits(sizes: Sizes) -> float:

@@ -7,21 +7,17 @@ All layouts come from the parameter table and the rules of the execution:
     T   tokens of one device's residual stream in one micro-batch: sharded by sequence and position
     T'  tokens inside a layer, where heads or hidden units are sharded instead of positions
     A   rows of its experts, T K: even, if rows are sent
-    a parameter, sharded over the axes of its spec, is gathered for use over all of them but the
-    tensor axis of dense layers, and the experts' own axes if the dispatcher sends rows to them
-    a copy that is gathered once a step is sharded by its own rules
-    the layers of the staged scan are sharded over stages, also in use, and so is the vocabulary
+
+Shares of parameters: `jaxmoe/planning/device_layout.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jaxmoe.execution import Remat
 from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes, MixerActivations
@@ -29,7 +25,7 @@ from jaxmoe.layers.sequences import attention_sizes
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
-from jaxmoe.planning.parameter_layouts import kept_axes
+from jaxmoe.planning.device_layout import DeviceLayout, ParameterShares, TokenFlops
 from jaxmoe.planning.pipelines import Passes, passes
 from sharding import axes as ax
 from sharding.sequence_parallel import AttentionSizes
@@ -40,8 +36,8 @@ class Sizes:
     """Sizes of one device in one micro-batch."""
 
     plan: StepPlan
-    mesh: dict[str, int]
-    """Devices along each mesh axis."""
+    layout: DeviceLayout
+    """Shares that depend neither on micro-batches nor on remat."""
     sequences: float
     """B on one device; a fraction if a sequence is sharded."""
     tokens: float
@@ -52,25 +48,51 @@ class Sizes:
     """Bytes per value in matrix products."""
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Sizes:
-        """Return the sizes of a plan."""
-        execution = plan.execution
-        mesh = dict(plan.mesh.shape)
-        rules = execution.axis_rules
+    def of(cls, plan: StepPlan, flops: TokenFlops | None = None) -> Sizes:
+        """Return the sizes of a plan.
 
-        def shards(name: str) -> int:
-            return math.prod(mesh[axis] for axis in rules.mesh_axes(name))
+        Args:
+            plan: The step.
+            flops: `TokenFlops.of` the plan, where it is known.
+        """
+        flops = TokenFlops.of(plan) if flops is None else flops
+        return cls._on(DeviceLayout(plan=plan, flops=flops), plan)
 
-        sequences = plan.batch_size / plan.accumulation / shards(ax.ACT_BATCH)
+    def at(self, plan: StepPlan) -> Sizes:
+        """Return the sizes of the same step with other micro-batches or another remat.
+
+        Args:
+            plan: The step; on the same mesh, with the same rules, dispatcher and model.
+        """
+        return self._on(self.layout, plan)
+
+    @classmethod
+    def _on(cls, layout: DeviceLayout, plan: StepPlan) -> Sizes:
+        sequences = plan.batch_size / plan.accumulation / layout.shards(ax.ACT_BATCH)
         tokens = sequences * plan.sequence_length
         return cls(
             plan=plan,
-            mesh=mesh,
+            layout=layout,
             sequences=sequences,
-            tokens=tokens / shards(ax.ACT_SEQ),
-            inner_tokens=tokens / shards(ax.ACT_SEQ_INNER),
-            itemsize=jnp.dtype(execution.precision.compute_dtype).itemsize,
+            tokens=tokens / layout.shards(ax.ACT_SEQ),
+            inner_tokens=tokens / layout.shards(ax.ACT_SEQ_INNER),
+            itemsize=jnp.dtype(plan.execution.precision.compute_dtype).itemsize,
         )
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Devices along each mesh axis."""
+        return self.layout.mesh
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """Stacks of the model."""
+        return self.layout.stacks
+
+    @property
+    def parameters(self) -> dict[str, ParameterShares]:
+        """Shares of each parameter, by its path and in the order of the table."""
+        return self.layout.parameters
 
     def attention(self, heads: AttentionHeads | None = None) -> AttentionSizes:
         """Return the sizes of one attention layer on the sequences of one device.
@@ -119,82 +141,54 @@ class Sizes:
         rules = self.plan.execution.axis_rules
         return rules.mesh_axes(ax.EXPERTS) + rules.mesh_axes(ax.EXPERT_MLP)
 
-    def axes_of(self, row: ParameterSpec) -> tuple[str, ...]:
-        """Return the mesh axes larger than 1 over which a parameter is sharded."""
-        return self._wide(row.spec)
-
-    def copied_axes(self, row: ParameterSpec) -> tuple[str, ...]:
-        """Return the axes over which the copy is sharded that layers read: the parameter, where
-        none is gathered once a step."""
-        rules = self.plan.execution.state_layout.copies
-        if rules is None:
-            return self.axes_of(row)
-        return self._wide(rules.resolve(row.declaration.axes))
-
-    def _wide(self, spec: PartitionSpec) -> tuple[str, ...]:
-        names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
-        return tuple(axis for axes in names for axis in axes if self.mesh[axis] > 1)
-
-    def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
-        """Return the axes over which a parameter stays sharded in use."""
-        return self._only(row, kept_axes(row, self.plan.execution, self.mesh))
-
     def pieces(self, *axes: str) -> tuple[str, ...]:
         """Return the mesh axes larger than 1 that are one of these or a piece of one."""
-        return tuple(axis for axis in ax.pieces(tuple(self.mesh), axes) if self.mesh[axis] > 1)
+        return self.layout.pieces(*axes)
 
     def shards(self, name: str) -> int:
         """Return the number of shards of a logical axis."""
-        return self.devices(self.plan.execution.axis_rules.mesh_axes(name))
-
-    def _only(self, row: ParameterSpec, axes: Iterable[str]) -> tuple[str, ...]:
-        chosen = set(axes)
-        return tuple(axis for axis in self.axes_of(row) if axis in chosen)
-
-    def gathered_axes(self, row: ParameterSpec) -> tuple[str, ...]:
-        """Return the axes over which a parameter is gathered for use."""
-        stored_axes = self.kept_axes(row)
-        return tuple(axis for axis in self.axes_of(row) if axis not in stored_axes)
-
-    def local(self, row: ParameterSpec) -> int:
-        """Return the values of a parameter stored on one device."""
-        return row.size // self.devices(self.axes_of(row))
-
-    def copy_values(self, row: ParameterSpec) -> int:
-        """Return the values on one device of the copy that layers read."""
-        return row.size // self.devices(self.copied_axes(row))
-
-    def in_use(self, row: ParameterSpec) -> int:
-        """Return the values of a parameter on one device in use, summed over layers."""
-        return row.size // self.devices(self.kept_axes(row))
+        return self.layout.shards(name)
 
     def devices(self, axes: Iterable[str]) -> int:
         """Return the devices along some axes together."""
-        return math.prod(self.mesh[axis] for axis in axes)
+        return self.layout.devices(axes)
+
+    def kept_axes(self, row: ParameterSpec) -> tuple[str, ...]:
+        """Return the axes over which a parameter stays sharded in use."""
+        return self.parameters[row.path].kept_axes
+
+    def local(self, row: ParameterSpec) -> int:
+        """Return the values of a parameter stored on one device."""
+        return self.parameters[row.path].local
+
+    def copy_values(self, row: ParameterSpec) -> int:
+        """Return the values on one device of the copy that layers read."""
+        return self.parameters[row.path].copy_values
+
+    def in_use(self, row: ParameterSpec) -> int:
+        """Return the values of a parameter on one device in use, summed over layers."""
+        return self.parameters[row.path].in_use
 
     def layers(self, row: ParameterSpec) -> int:
         """Return the layers stacked in a parameter on one device; 1 if it is not stacked."""
-        if not row.declaration.is_stacked:
-            return 1
-        return row.shape[0] // self.shards(row.declaration.axes[0])
+        return self.parameters[row.path].layers
+
+    def stack_of(self, row: ParameterSpec) -> LayerStack | None:
+        """Return the stack of layers of a parameter; None outside of layers."""
+        return self.parameters[row.path].stack
 
     def remat(self, stack: LayerStack) -> Remat:
         """Return the rematerialisation of the layers of a stack."""
         return self.plan.execution.remat_of(stack.kind.feed_forward.is_routed)
 
-    def row_remat(self, row: ParameterSpec) -> Remat:
+    def parameter_remat(self, shares: ParameterShares) -> Remat:
         """Return that of the layers of a parameter; the model's outside of layers."""
-        stack = self.stack_of(row)
-        return self.plan.execution.remat if stack is None else self.remat(stack)
+        return self.plan.execution.remat if shares.stack is None else self.remat(shares.stack)
 
-    def stack_of(self, row: ParameterSpec) -> LayerStack | None:
-        """Return the stack of layers of a parameter; None outside of layers."""
-        return next((stack for stack in self.stacks if row.path.startswith(f"{stack.path}/")), None)
-
-    def row_passes(self, row: ParameterSpec) -> Passes:
+    def parameter_passes(self, shares: ParameterShares) -> Passes:
         """Return how often a step uses the parameters of one layer, or one that is not stacked."""
-        stack = self.stack_of(row)
-        turns = 1 if stack is None else stack.turns
+        row = shares.row
+        turns = 1 if shares.stack is None else shares.stack.turns
         return self._passes(row.path, turns * row.shape[0] if row.declaration.is_stacked else 1)
 
     def stack_passes(self, stack: LayerStack) -> Passes:
@@ -208,11 +202,6 @@ class Sizes:
             arguments = plan.model, plan.execution, plan.accumulation
             self._known_passes[key] = passes(*arguments, *key, plan.paths)
         return self._known_passes[key]
-
-    @functools.cached_property
-    def stacks(self) -> tuple[LayerStack, ...]:
-        """Stacks of the model."""
-        return tuple(self.plan.model.stacks)
 
     @functools.cached_property
     def _known_passes(self) -> dict[tuple[str, int], Passes]:

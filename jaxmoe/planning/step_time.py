@@ -27,7 +27,7 @@ A TPU axis runs along a ring of the torus; a GPU axis that spans more than one h
 network card between hosts, or by the slowest link of its rings where hosts are given
 (`plan --network.hosts`). Alpha-beta costs: R. Thakur et al., 2005 (ring algorithms).
 
-To add a cost: a field of `StepTime` and its value in `predict_time`, in
+To add a cost: a field of `StepTime` and its value in `time_of`, in
 `jaxmoe/planning/step_time.py`.
 """
 
@@ -37,15 +37,12 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from jaxmoe.models.flops import flops_per_token, matmul_parameters, stack_mixing_flops
-from jaxmoe.models.stacks import LayerStack
-from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.host_link import disk_bytes, host_traffic
 from jaxmoe.planning.network.host_order import slowest_link
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.planning.traffic import HIDEABLE, Traffic, step_traffic
+from jaxmoe.planning.traffic import HIDEABLE, Traffic, traffic_of, waited_traffic
 from sharding import axes as ax
 
 _STREAM_PASSES = 30
@@ -99,20 +96,28 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
         plan: Step to estimate.
         chip: Properties of each device.
     """
-    sizes = Sizes.of(plan)
-    num_devices = math.prod(sizes.mesh.values())
-    local = sum(map(sizes.local, plan.table))
-    weights = sum(
-        sizes.in_use(row) / sizes.layers(row) * sizes.row_passes(row).time for row in plan.table
-    )
+    return time_of(Sizes.of(plan), chip)
+
+
+def time_of(sizes: Sizes, chip: Chip) -> StepTime:
+    """Return the same of a step whose sizes are known.
+
+    Args:
+        sizes: Sizes of the step.
+        chip: Properties of each device.
+    """
+    plan = sizes.plan
+    parameters = sizes.parameters.values()
+    local = sum(one.local for one in parameters)
+    weights = sum(one.in_use / one.layers * sizes.parameter_passes(one).time for one in parameters)
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
     streams = sum(sizes.stack_passes(stack).time / 3 for stack in sizes.stacks)
     moved = weights * sizes.itemsize + 4 * 8 * local + _STREAM_PASSES * streams * stream
-    compute = executed_flops(sizes) / num_devices / (chip.flops * chip.efficiency)
+    compute = compute_seconds(sizes, chip)
     memory = moved / chip.memory_bandwidth
     communication = {}
     hideable = 0.0
-    for entry in step_traffic(plan):
+    for entry in traffic_of(sizes):
         seconds = seconds_of(entry, sizes.mesh, chip)
         communication[f"{entry.reason} over {' x '.join(entry.axes)}"] = seconds
         hideable += seconds * (entry.reason in HIDEABLE)
@@ -126,6 +131,30 @@ def predict_time(plan: StepPlan, chip: Chip) -> StepTime:
     )
 
 
+def least_time(sizes: Sizes, chip: Chip) -> float:
+    """Return seconds that a step takes at least: of products, and messages that it waits for.
+
+    It costs a fraction of `time_of`, because it looks at no parameter.
+
+    Args:
+        sizes: Sizes of the step.
+        chip: Properties of each device.
+    """
+    waited = sum(seconds_of(entry, sizes.mesh, chip) for entry in waited_traffic(sizes))
+    # A sum in another order may differ in its last digits.
+    return (compute_seconds(sizes, chip) + waited) * (1 - 1e-9)
+
+
+def compute_seconds(sizes: Sizes, chip: Chip) -> float:
+    """Return the seconds of the products of a step.
+
+    Args:
+        sizes: Sizes of the step.
+        chip: Properties of each device.
+    """
+    return executed_flops(sizes) / math.prod(sizes.mesh.values()) / (chip.flops * chip.efficiency)
+
+
 def executed_flops(sizes: Sizes) -> float:
     """Return the FLOPs of a step on all devices: recomputation and idle ticks included.
 
@@ -133,12 +162,11 @@ def executed_flops(sizes: Sizes) -> float:
         sizes: Sizes of the step.
     """
     plan = sizes.plan
-    model = plan.model
     stages = sizes.mesh[ax.STAGE]
-    total = flops_per_token(model, plan.table, plan.sequence_length) * plan.tokens
+    total = sizes.layout.flops.total * plan.tokens
     for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.
-        flops = stack_flops(plan, stack) * plan.tokens
+        flops = sizes.layout.flops.by_stack[stack.path] * plan.tokens
         again = 1 / 3 if sizes.remat(stack) in ("full", "offload") else 0.0
         if stages == 1:
             total += flops * again
@@ -148,18 +176,6 @@ def executed_flops(sizes: Sizes) -> float:
         executed = passes.time / 3 + passes.trained * again
         total += flops * (stages * executed / useful - 1)
     return total
-
-
-def stack_flops(plan: StepPlan, stack: LayerStack) -> float:
-    """Return the FLOPs per token of the layers of a stack, forward and backward.
-
-    Args:
-        plan: Step to estimate.
-        stack: Stack of its model.
-    """
-    rows = [row for row in plan.table if row.path.startswith(f"{stack.path}/")]
-    mixing = stack_mixing_flops(plan.model, stack, plan.sequence_length)
-    return 6.0 * matmul_parameters(plan.model, ParameterTable(tuple(rows))) + mixing
 
 
 def seconds_of(traffic: Traffic, mesh: dict[str, int], chip: Chip) -> float:

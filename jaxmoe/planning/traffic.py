@@ -21,35 +21,35 @@ With n devices along the axes, W the bytes of the whole array and f = (n - 1) / 
                  leaves, and of both gradients
     chunks       layers to the stages of their chunks    2 f W        once per step
 
-Recomputation under remat sends rows once more, and gathers weights that are otherwise kept for the
-backward pass. Layers are passed through as often as `jaxmoe/planning/pipelines.py` counts, idle
-ticks included; layouts that gather once a step do so whatever the number of micro-batches.
-Messages are counted as in rings: n - 1 each way, and once for all gradients of a layer that are
-all-reduced over the same copies, which XLA combines. Sources: Megatron-LM (arXiv 2104.04473), ZeRO
-(arXiv 1910.02054), sections on communication. Sums over router statistics and norms (kilobytes) are
-left out.
+Recomputation under remat sends rows once more, as dispatchers that do not keep them do, and gathers
+weights that are otherwise kept for the backward pass. Layers are passed through as often as
+`jaxmoe/planning/pipelines.py` counts, idle ticks included; layouts that gather once a step do so
+whatever the number of micro-batches. Messages are counted as in rings: n - 1 each way, and once for
+all gradients of a layer that are all-reduced over the same copies, which XLA combines. Sources:
+Megatron-LM (arXiv 2104.04473), ZeRO (arXiv 1910.02054), sections on communication. Sums over router
+statistics and norms (kilobytes) are left out.
 
 Bytes of each form of attention: `sharding/sequence_parallel/traffic.py`.
 
 The embedding table is gathered once per micro-batch; so is the head where the loss is computed in
 chunks, and once per direction otherwise.
 
-To add a reason: a function that yields `Traffic`, and its line in `step_traffic`, in
+To add a reason: a function that yields `Traffic`, and its line in `traffic_of`, in
 `jaxmoe/planning/traffic.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
 from jaxmoe.layers.context import heads_of
 from jaxmoe.layers.sequences import choose_form
 from jaxmoe.models.stacks import LayerStack
-from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.device_layout import ParameterShares
 from jaxmoe.planning.pipelines import counts
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
@@ -78,26 +78,48 @@ def step_traffic(plan: StepPlan) -> list[Traffic]:
     Args:
         plan: Step to estimate.
     """
-    sizes = Sizes.of(plan)
+    return traffic_of(Sizes.of(plan))
+
+
+def traffic_of(sizes: Sizes) -> list[Traffic]:
+    """Return the same of a step whose sizes are known.
+
+    Args:
+        sizes: Sizes of the step.
+    """
     entries = [*_weights(sizes), *_tensor(sizes), *_attention(sizes)]
-    entries += [*_rows(sizes), *_whole_matrices(sizes), *_stages(sizes)]
-    sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    entries += [*_rows(sizes), *_whole_matrices(sizes), *_stages(sizes), *_chunks(sizes)]
+    return _sum_by_reason(entries)
+
+
+def waited_traffic(sizes: Sizes) -> list[Traffic]:
+    """Return the traffic of activations, which a step waits for and which costs little to compute.
+
+    Args:
+        sizes: Sizes of the step.
+    """
+    return _sum_by_reason([*_tensor(sizes), *_attention(sizes), *_rows(sizes), *_stages(sizes)])
+
+
+def _sum_by_reason(entries: Iterable[Traffic]) -> list[Traffic]:
+    groups: dict[tuple[str, tuple[str, ...]], list[Traffic]] = {}
     for entry in entries:
-        key = entry.reason, entry.axes
-        if key in sums:
-            entry = dataclasses.replace(
-                entry,
-                bytes=sums[key].bytes + entry.bytes,
-                messages=sums[key].messages + entry.messages,
-            )
-        sums[key] = entry
-    return list(sums.values())
+        groups.setdefault((entry.reason, entry.axes), []).append(entry)
+    return [
+        Traffic(
+            reason=reason,
+            axes=axes,
+            num_devices=group[0].num_devices,
+            bytes=sum(entry.bytes for entry in group),
+            messages=sum(entry.messages for entry in group),
+        )
+        for (reason, axes), group in groups.items()
+    ]
 
 
 def _traffic(sizes: Sizes, reason: str, axes: tuple[str, ...], shared: float, times: float):
     """Yield traffic, or nothing if the axes hold one device."""
-    axes = tuple(axis for axis in sizes.mesh if axis in axes)  # mesh order, for the sums
-    num = sizes.devices(axes)
+    axes, num = sizes.layout.group(axes)  # mesh order, for the sums
     if num > 1:
         yield Traffic(
             reason=reason,
@@ -111,30 +133,23 @@ def _traffic(sizes: Sizes, reason: str, axes: tuple[str, ...], shared: float, ti
 def _weights(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     together: dict[tuple[str, tuple[str, ...], float], float] = {}
-    for row in plan.table:
-        axes = sizes.gathered_axes(row)
-        layers = sizes.layers(row)
-        copied = sizes.copied_axes(row)
+    for one in sizes.parameters.values():
+        row, axes, copied = one.row, one.gathered_axes, one.copied_axes
         near = tuple(axis for axis in axes if axis in copied)  # at every use
         far = tuple(axis for axis in axes if axis not in copied)  # once a step
-        shared = sizes.in_use(row) * sizes.itemsize / layers
+        shared = one.in_use * sizes.itemsize / one.layers
         piece = shared / sizes.devices(near)
-        passes = sizes.row_passes(row)
-        gathers = passes.forward + passes.trained * _gathers(sizes, row)
+        passes = sizes.parameter_passes(one)
+        gathers = passes.forward + passes.trained * _gathers(sizes, one)
         yield from _traffic(sizes, "weights", near, shared, gathers)
-        yield from _traffic(sizes, "weights", far, piece, layers)
+        yield from _traffic(sizes, "weights", far, piece, one.layers)
         if row.is_frozen:
             continue
         yield from _traffic(sizes, "gradients", near, shared, passes.weights)
         yield from _traffic(sizes, "gradients", far, piece, passes.weights)
-        copies = tuple(
-            axis
-            for axis in sizes.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
-            if axis not in sizes.axes_of(row)
-        )
         # A layer's gradients with the same copies are reduced together, as XLA combines them.
-        key = row.path.partition("/")[0], copies, passes.trained
-        together[key] = together.get(key, 0.0) + sizes.local(row) * sizes.itemsize / layers
+        key = row.path.partition("/")[0], one.replicated_axes, passes.trained
+        together[key] = together.get(key, 0.0) + one.local * sizes.itemsize / one.layers
     for (_, copies, trained), local in together.items():
         yield from _traffic(sizes, "gradients of copies", copies, local, 2 * trained)
     if plan.execution.rules == "zero1":
@@ -144,15 +159,15 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         )
 
 
-def _gathers(sizes: Sizes, row: ParameterSpec) -> int:
+def _gathers(sizes: Sizes, shares: ParameterShares) -> int:
     """Return how often a weight is gathered for one forward and backward pass."""
     execution = sizes.plan.execution
     is_chunked = 0 < execution.loss_chunk < sizes.plan.sequence_length
-    layers = 1 if sizes.row_remat(row) == "none" else 2
+    layers = 1 if sizes.parameter_remat(shares) == "none" else 2
     by_role = {"head": 1 if is_chunked else 2, "embedding": 1}
     if sizes.plan.model.has_tied_embeddings:
         by_role["embedding"] += by_role["head"]
-    return by_role.get(row.declaration.role, layers)
+    return by_role.get(shares.row.declaration.role, layers)
 
 
 def _forward(sizes: Sizes, stack: LayerStack) -> float:
@@ -215,7 +230,9 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
         if not plan.execution.dispatcher.traits.gathers_tokens:
             shared = rules.mesh_axes(ax.EXPERT_MLP)
             sent = sizes.rows(experts) * value
-            yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sent, times)
+            is_again = not plan.execution.dispatcher.keeps_rows
+            sends = times + is_again * sizes.stack_passes(stack).trained
+            yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sent, sends)
         if plan.execution.dispatcher.token_route is not None:
             moved = sizes.tokens * value
             yield from _traffic(sizes, "shuffle", rules.mesh_axes(ax.EXPERTS), moved, times)
@@ -255,7 +272,11 @@ def _stages(sizes: Sizes) -> Iterator[Traffic]:
         messages=float(sent),
     )
     yield from _traffic(sizes, "vocabulary", axes, stream, 4 * 2 * plan.accumulation)
-    if pipeline.chunks == 1:
+
+
+def _chunks(sizes: Sizes) -> Iterator[Traffic]:
+    plan, axes = sizes.plan, (ax.STAGE,)
+    if sizes.mesh[ax.STAGE] == 1 or plan.execution.pipeline_order.chunks == 1:
         return
     is_whole = plan.execution.state_layout.gathered == "step"
     staged = [row for row in plan.table if ax.LAYERS in row.declaration.axes]

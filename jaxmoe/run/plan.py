@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax.numpy as jnp
 import optax
@@ -18,16 +19,21 @@ from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.sequences import check_rows
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.flops import flops_per_token
+from jaxmoe.optim.newton_schulz import newton_schulz_flops
 from jaxmoe.optim.schedules import Schedule
 from jaxmoe.parameters import Group, ParameterSpec, ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from jaxmoe.scaling import Budget, Parameterization
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.tracking.console import format_flops
 from jaxmoe.training.accumulation import accumulation_of
 from jaxmoe.training.pipeline import check_pipeline
 from sharding import axes as ax
 from sharding.mesh import MeshConfig, named_sizes
+
+_LARGE_UPDATE = 0.1
+"""Share of the model's FLOPs from which those of the update are said."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,16 @@ class RunPlan:
         table = self.table if self.model.adapter is None or self.has_base else self._plain_table
         backward = flops_per_token(self.model, table, length, left_out=left_out)
         return backward * (training.gradients.num_passes / 3.0)
+
+    @property
+    def matrix_flops(self) -> float:
+        """FLOPs a step of Newton-Schulz, which makes the directions of matrices orthogonal."""
+        total = 0.0
+        for row in self.table.trained_rows:
+            if self.config.optimizer.traits(row.hyper.group).has_whole_matrices:
+                sides = row.declaration.fan(0), row.declaration.fan(1)
+                total += row.size / math.prod(sides) * newton_schulz_flops(*sides)
+        return total
 
     @property
     def matrix_rate(self) -> float:
@@ -164,6 +180,19 @@ def _parameterization(config: PretrainConfig) -> Parameterization:
         batch_tokens //= config.rl.updates_per_pass
     budget = Budget(tokens=tokens, batch_tokens=batch_tokens)
     return config.parameterization.build(config.model, budget, config.base)
+
+
+def describe_update(plan: RunPlan) -> str:
+    """Return what the directions of matrices cost as text; empty where that is little."""
+    training = plan.config.training
+    model = plan.flops_per_token * training.batch_size * training.sequence_length
+    matrices = plan.matrix_flops
+    if matrices < _LARGE_UPDATE * model:
+        return ""
+    return (
+        f"Newton-Schulz takes {format_flops(matrices)} a step beside these, whatever the batch"
+        f" ({matrices / model:.0%} of them); AdamW takes none"
+    )
 
 
 def describe_rates(plan: RunPlan) -> str:

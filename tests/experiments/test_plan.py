@@ -444,9 +444,12 @@ def command(*argv, timeout=1500):
 
 @pytest.mark.large
 @pytest.mark.timeout(1600)
-def test_the_plan_of_this_machine_runs(tmp_path):
+@pytest.mark.parametrize(
+    "mesh", [(), ("--execution.mesh.replica", "4", "--execution.mesh.tensor", "2")]
+)
+def test_the_plan_of_this_machine_runs(tmp_path, mesh):
     """Arguments and results exactly, temporaries within a quarter, steps that were measured."""
-    done = command("tiny", "--topology", "cpu:8", "--run.directory", str(tmp_path))
+    done = command("tiny", "--topology", "cpu:8", *mesh, "--run.directory", str(tmp_path))
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     compiled = summary["compiled"]

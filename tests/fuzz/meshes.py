@@ -78,7 +78,7 @@ DISPATCHERS = (
     LocalConfig(),
     AllGatherConfig(),
     AllToAllConfig(),
-    AllToAllConfig(num_chunks=2),
+    AllToAllConfig(num_chunks=2, experts_keep="inputs"),
     LeastLoadedConfig(borrowed=1, threshold=1.0, min_rows=1),
 )
 FORMS = (

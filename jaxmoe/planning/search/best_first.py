@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches meshes and arrangements in closed form for the fastest that fit, in the order of time.
 
-Predicting time costs a millisecond, memory up to a tenth of a second, so memory is predicted in the
-order of time. Without stages a step is no faster with more micro-batches, and on no mesh with a
-remat that recomputes more; so each arrangement begins with the fewest micro-batches and the fastest
-remat, and the others enter the queue when that one leaves it. The first plans that leave the
-queue and fit are therefore the best of all. Pipette (DATE 2024) and Galvatron (arXiv 2211.13878)
-prune a larger space by the same two estimates.
+Predicting time costs a fraction of a millisecond, memory up to a tenth of a second. So plans enter
+the queue with what they take at least, for products and for messages that a step waits for; the
+time is predicted when a plan's turn comes, and the memory in the order of the times. Without stages
+a step is no faster with more micro-batches, and on no mesh with a remat that recomputes more; so
+each arrangement begins with the fewest micro-batches and the fastest remat, and the others enter
+when that one leaves the queue. The first plans that leave it and fit are therefore the best of all.
+Pipette (DATE 2024) and Galvatron (arXiv 2211.13878) prune a larger space by the same two estimates.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxmoe.execution import Remat
 from jaxmoe.planning.abstract_step import StepPlan, abstract_state
+from jaxmoe.planning.device_layout import TokenFlops
 from jaxmoe.planning.hardware import Chip
-from jaxmoe.planning.memory import MemoryEstimate, estimate_memory
+from jaxmoe.planning.memory import estimate_memory, least_memory
+from jaxmoe.planning.memory_estimate import MemoryEstimate
 from jaxmoe.planning.search.meshes import mesh_in_words
 from jaxmoe.planning.search.space import Arrangement, Space, arrangements
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.planning.step_time import StepTime, predict_time
+from jaxmoe.planning.step_time import StepTime, least_time, time_of
 from jaxmoe.training.state import TrainState
 from sharding.fold import MoEMesh
 from sharding.mesh import MeshConfig
@@ -86,7 +90,10 @@ class _BestFirstSearch:
 
     chip: Chip
     factors: Factors
+    flops: TokenFlops
     states: dict[tuple[Any, ...], TrainState] = dataclasses.field(default_factory=dict)
+    moments: dict[str, int] | None = None
+    """Result of `_moments`, the same for all plans; None until it is needed."""
 
     def candidate(self, plan: StepPlan, time: StepTime) -> Candidate:
         """Return a plan with its memory."""
@@ -98,9 +105,38 @@ class _BestFirstSearch:
         factor = self.factors.get(execution.remat, 1.0)
         return Candidate(plan=plan, time=time, memory=memory, factor=factor)
 
-    def smallest(self, arrangement: Arrangement) -> Candidate:
-        """Return the plan of an arrangement that needs least memory."""
-        return self.candidate(arrangement.smallest, predict_time(arrangement.smallest, self.chip))
+    def least_need(self, sizes: Sizes) -> float:
+        """Return bytes that a device needs at least; no state is traced for them."""
+        if self.moments is None:
+            self.moments = _moments(sizes.plan)
+        memory = least_memory(sizes, self.chip.platform)
+        factor = self.factors.get(sizes.plan.execution.remat, 1.0)
+        moments = 0
+        if sizes.plan.execution.optimizer_memory == "device":
+            moments = sum(sizes.parameters[path].moment * n for path, n in self.moments.items())
+        return memory.arguments + moments + factor * memory.temporaries
+
+    def can_fit(self, sizes: Sizes) -> bool:
+        """Return whether a step fits."""
+        if self.least_need(sizes) > self.chip.available:
+            return False
+        candidate = self.candidate(sizes.plan, time_of(sizes, self.chip))
+        return candidate.excess(self.chip) <= 0
+
+
+def _moments(plan: StepPlan) -> dict[str, int]:
+    """Return the bytes of optimiser state per value of a parameter, by its path: in arrays with the
+    shape of the parameter, which are laid out as the rules of the optimiser say."""
+    state = abstract_state(plan, plan.mesh)
+    shapes = {row.path: row.shape for row in plan.table.trained_rows}
+    found: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]:
+        keys = [str(getattr(entry, "key", "")) for entry in path]
+        names = ("/".join(keys[start:]) for start in range(len(keys)))
+        name = next((name for name in names if shapes.get(name) == leaf.shape), None)
+        if name is not None:
+            found[name] = found.get(name, 0) + leaf.dtype.itemsize
+    return found
 
 
 def search(
@@ -134,21 +170,21 @@ def search(
         if not dividing and all_arrangements:
             refused[mesh_in_words(mesh)] = str(all_arrangements[0])
         kept_arrangements += dividing
-    searching = _BestFirstSearch(chip, factors or {})
+    searching = _BestFirstSearch(chip, factors or {}, TokenFlops.of(plan))
     fitting: list[Candidate] = []
-    faster: dict[int, Candidate] = {}
-    for place, candidate in _by_time(kept_arrangements, searching):
-        if candidate.excess(chip) <= 0:
-            fitting.append(candidate)
+    faster: dict[int, tuple[StepPlan, StepTime]] = {}
+    for place, one, time in _by_time(kept_arrangements, searching):
+        if isinstance(one, Candidate):
+            fitting.append(one)
             if len(fitting) == keep:
                 break
         elif not fitting:
-            faster.setdefault(place, candidate)
+            faster.setdefault(place, (one, time))
     fitting.sort(key=lambda one: (float(f"{one.time.step:.6g}"), one.need))
     closest = None if fitting else _closest(kept_arrangements, searching)
     return SearchResult(
         fitting=fitting,
-        faster=list(faster.values()) if fitting else [],
+        faster=[searching.candidate(*one) for one in faster.values()] if fitting else [],
         closest=closest,
         refused=refused,
         num_meshes=len(meshes),
@@ -158,18 +194,26 @@ def search(
 
 def _by_time(
     entries: Sequence[Arrangement], searching: _BestFirstSearch
-) -> Iterator[tuple[int, Candidate]]:
-    """Yield plans with the place of their arrangement, by predicted time.
+) -> Iterator[tuple[int, StepPlan | Candidate, StepTime]]:
+    """Yield plans with the place of their arrangement, by predicted time; those that fit with their
+    memory.
 
     An arrangement ends with its first plan that fits. One that can never fit is not gone through.
     """
     chip = searching.chip
     serial = itertools.count()
-    queue: list[tuple[float, int, int, int, int, StepTime]] = []
+    queue: list[tuple[float, int, int, int, int, StepTime | None]] = []
+    known: dict[int, Sizes] = {}
+
+    def sizes_at(place: int, plan: StepPlan) -> Sizes:
+        if place not in known:
+            known[place] = Sizes.of(plan, searching.flops)
+        return known[place].at(plan)
 
     def push(place: int, number: int, remat: int) -> None:
-        time = predict_time(entries[place].at(number, remat), chip)
-        heapq.heappush(queue, (time.step, next(serial), place, number, remat, time))
+        """Enter a plan by what it takes at least; its time is predicted when its turn comes."""
+        least = least_time(sizes_at(place, entries[place].at(number, remat)), chip)
+        heapq.heappush(queue, (least, next(serial), place, number, remat, None))
 
     for place, arrangement in enumerate(entries):
         # With stages more micro-batches may be faster: each number is a start of its own.
@@ -179,20 +223,28 @@ def _by_time(
     finished: set[int] = set()
     possible: set[int] = set()
     while queue:
-        _, _, place, number, remat, time = heapq.heappop(queue)
+        _, rank, place, number, remat, time = heapq.heappop(queue)
         if place in finished:
             continue
         arrangement = entries[place]
-        if place not in possible and least_bytes(arrangement.plan) > chip.available:
+        plan = arrangement.at(number, remat)
+        sizes = sizes_at(place, plan)
+        if time is None:
+            time = time_of(sizes, chip)
+            heapq.heappush(queue, (time.step, rank, place, number, remat, time))
+            continue
+        if place not in possible and least_bytes(sizes) > chip.available:
             finished.add(place)
             continue
-        candidate = searching.candidate(arrangement.at(number, remat), time)
-        yield place, candidate
-        if candidate.excess(chip) <= 0:
-            finished.add(place)
-            continue
+        if searching.least_need(sizes) <= chip.available:
+            candidate = searching.candidate(plan, time)
+            if candidate.excess(chip) <= 0:
+                finished.add(place)
+                yield place, candidate, time
+                continue
+        yield place, plan, time
         if place not in possible:
-            if searching.smallest(arrangement).excess(chip) > 0:
+            if not searching.can_fit(sizes_at(place, arrangement.smallest)):
                 finished.add(place)
                 continue
             possible.add(place)
@@ -205,25 +257,26 @@ def _by_time(
 
 
 def _closest(entries: Sequence[Arrangement], searching: _BestFirstSearch) -> Candidate | None:
-    """Return the plan that needs least memory."""
-    closest: Candidate | None = None
-    for least, _, arrangement in sorted(
-        (least_bytes(arrangement.plan), i, arrangement) for i, arrangement in enumerate(entries)
-    ):
-        if closest is not None and least >= closest.need:
+    """Return the plan that needs least memory; of equals the one with the smallest parameters."""
+    all_sizes = [Sizes.of(entry.smallest, searching.flops) for entry in entries]
+    closest: tuple[float, float, int, Candidate] | None = None
+    for least, place in sorted((searching.least_need(s), i) for i, s in enumerate(all_sizes)):
+        if closest is not None and least > closest[0]:
             break
-        candidate = searching.smallest(arrangement)
-        if closest is None or candidate.need < closest.need:
-            closest = candidate
-    return closest
+        sizes = all_sizes[place]
+        candidate = searching.candidate(sizes.plan, time_of(sizes, searching.chip))
+        found = candidate.need, least_bytes(sizes), place, candidate
+        if closest is None or found[:3] < closest[:3]:
+            closest = found
+    return None if closest is None else closest[-1]
 
 
-def least_bytes(plan: StepPlan) -> float:
+def least_bytes(sizes: Sizes) -> float:
     """Return bytes that a device needs at least: parameters and their gradients.
 
     Args:
-        plan: Step to plan.
+        sizes: Sizes of a step.
     """
-    sizes = Sizes.of(plan)
+    plan = sizes.plan
     width = jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     return sum(sizes.local(row) * (width + 4 * (not row.is_frozen)) for row in plan.table)

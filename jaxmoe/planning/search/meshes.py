@@ -74,7 +74,10 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     Raises:
         ValueError: The mesh does not divide a parameter, the heads, the layers or the batch.
     """
-    moved = plan.on(dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
+    execution = plan.execution
+    if (execution.mesh, execution.fold) != (mesh, fold):
+        execution = dataclasses.replace(execution, mesh=mesh, fold=fold)
+    moved = plan.on(execution)
     check_pipeline(moved.model, moved.execution, moved.accumulation)
     moved.gradients.check(moved)
     sizes = dict(moved.mesh.shape)

@@ -62,7 +62,12 @@ class Space:
 
 EVERYTHING = Space(
     rules=("fully_sharded", "zero2", "zero1", *_ACROSS_REPLICAS),
-    dispatchers=(LocalConfig(), AllToAllConfig(), AllGatherConfig()),
+    dispatchers=(
+        LocalConfig(),
+        AllToAllConfig(),
+        AllToAllConfig(experts_keep="inputs"),
+        AllGatherConfig(),
+    ),
     pipelines=(None, *(InterleavedConfig(chunks=chunks) for chunks in (2, 4))),
     remats=("none", "dots", "full"),
     has_folds=True,
@@ -116,17 +121,17 @@ def arrangements(
     pipelines = (space.pipelines if mesh.stage > 1 else ()) or (base.pipeline,)
     spreads = list(_spreads(plan, mesh, space, fold))
     for rule, pipeline, (dispatcher, own_fold) in itertools.product(rules, pipelines, spreads):
-        execution = dataclasses.replace(
-            base,
-            mesh=mesh,
-            fold=None,
-            rules=rule,
-            pipeline=pipeline,
-            dispatcher=dispatcher,
-            remat=(space.remats or (base.remat,))[0],
-            remat_dense=None if space.remats else base.remat_dense,
-        )
         try:
+            execution = dataclasses.replace(
+                base,
+                mesh=mesh,
+                fold=own_fold,
+                rules=rule,
+                pipeline=pipeline,
+                dispatcher=dispatcher,
+                remat=(space.remats or (base.remat,))[0],
+                remat_dense=None if space.remats else base.remat_dense,
+            )
             yield _arrangement(plan, mesh, execution, own_fold, space)
         except ValueError as error:
             yield error

@@ -29,7 +29,9 @@ def plan_in_words(plan: StepPlan) -> str:
         parts.append(f"{number} micro-batches")
     parts.append(execution.rules)
     if execution.dispatcher.traits.spreads_experts:
-        parts.append(execution.dispatcher.name)
+        dispatcher = execution.dispatcher
+        again = "" if dispatcher.keeps_rows or dispatcher.traits.gathers_tokens else ", sent again"
+        parts.append(dispatcher.name + again)
     if execution.mesh.stage > 1:
         parts.append(schedule_in_words(execution.pipeline_order))
     parts.append(f"remat {execution.remat}")

@@ -9,6 +9,7 @@ embedding, those after it with the head, by all stages alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import Any
 
@@ -148,13 +149,18 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
         ValueError: The stages do not divide the layers, the schedule does not fit the
             micro-batches, or another choice needs the layers of all stages at once.
     """
-    combinations.check(model=model, execution=execution)
+    _check_combinations(model, execution)
     stages = execution.mesh.stage
     pipeline = execution.pipeline_order
     if stages == 1:
         return
     cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)
     pipeline.check(stages, accumulation)
+
+
+@functools.lru_cache(maxsize=64)  # a step checks it several times, and a search thousands of steps
+def _check_combinations(model: ModelConfig, execution: ExecutionConfig) -> None:
+    combinations.check(model=model, execution=execution)
 
 
 def cut_scan(scan: Scan, groups: int) -> Scan:

@@ -35,13 +35,13 @@ def step_plan(config):
 
 def test_a_run_that_does_not_fit_is_named_with_both_sizes(monkeypatch):
     plan, device = step_plan(RECIPES["d24"]()), jax.local_devices()[:1]
-    monkeypatch.setattr(attached, "_machine_memory", lambda: int(64e9))
+    monkeypatch.setattr(attached, "machine_memory", lambda: int(64e9))
     needed = estimate_memory(plan, "cpu").total
     text = memory_warning(plan, device)
     assert text.startswith("this run will probably not fit: a train step needs about")
     assert f"about {needed / 1e9:.1f} GB on a device (" in text
     assert "and this machine has 64.0 GB. Choose a smaller model" in text
-    monkeypatch.setattr(attached, "_machine_memory", lambda: int(needed) + 1)
+    monkeypatch.setattr(attached, "machine_memory", lambda: int(needed) + 1)
     assert memory_warning(plan, device) == ""
     # Devices of a CPU share the memory of the machine.
     assert "on 2 devices" in memory_warning(plan, jax.local_devices()[:2])
@@ -71,7 +71,7 @@ def test_pretrain_warns_before_anything_is_computed(tmp_path, monkeypatch, caplo
     def ended(*arguments, **fields):
         raise EndedError
 
-    monkeypatch.setattr(attached, "_machine_memory", lambda: 1000)
+    monkeypatch.setattr(attached, "machine_memory", lambda: 1000)
     monkeypatch.setattr(prepare, "CheckpointManager", ended)
     with pytest.raises(EndedError):
         Run(RECIPES["markov"](), tmp_path / "run").train()

@@ -22,7 +22,7 @@ from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.search import Candidate
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.planning.step_time import executed_flops, predict_time, stack_flops
+from jaxmoe.planning.step_time import executed_flops, predict_time
 from sharding.mesh import MeshConfig
 from sharding.pipeline import GPipeConfig, InterleavedConfig
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
@@ -112,8 +112,10 @@ def test_times_of_a_stage_are_those_of_the_predicted_step(remat):
     times = stage_times(plan, chip)
     ticks = tick_seconds(plan.execution.pipeline_order, 4, 8, dataclasses.replace(times, send=0.0))
     (stack,) = model.stacks
-    outside = flops_per_token(model, plan.table, plan.sequence_length) - stack_flops(plan, stack)
-    layers = executed_flops(Sizes.of(plan)) - outside * plan.tokens
+    sizes = Sizes.of(plan)
+    outside = flops_per_token(model, plan.table, plan.sequence_length)
+    outside -= sizes.layout.flops.by_stack[stack.path]
+    layers = executed_flops(sizes) - outside * plan.tokens
     assert ticks == pytest.approx(layers / 8 / (chip.flops * chip.efficiency), rel=1e-9)
     time = predict_time(plan, chip)
     assert times.send * 2 * (8 + 3) == pytest.approx(time.communication["activations over stage"])

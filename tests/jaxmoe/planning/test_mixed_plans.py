@@ -66,7 +66,7 @@ def test_memory_of_mixed_layers_is_the_sum_by_hand():
     assert memory.masks == (2 + 4) * 8**2 * 9 / 16 / 2
     whole = estimate_memory(mixed_plan(remat="none"), "cpu").saved
     latent, grouped = 2 * latent + 16 * 2 * 10 + 16 * 2, 2 * grouped + 16 * 4 * 6 + 16 * 4
-    experts = 2 * (rows * 4 * (2 * 16 + 2 * 12) + weights * 4)
+    experts = 2 * (rows * 4 * (16 + 2 * 12) + weights * 4)
     assert whole == 2 * streams + 3 * latent + 2 * grouped + dense + experts
 
 

@@ -254,6 +254,25 @@ def test_state_in_host_memory_comes_to_the_device_in_parts():
     assert estimate_memory(cut, "tpu").update - device.update == pytest.approx(moments / 4)
 
 
+def test_an_unrolled_loop_saves_on_a_cpu_whatever_remat_says():
+    """What compiled programs do: 64.9, 61.2 and 59.8 MB of the tiny recipe with "none", "full" and
+    "dots" on eight devices with experts over four, where a loop took 48.2 and 23.7."""
+
+    def saved(platform, **fields):
+        plan = plan_of(WIDE, mesh=MeshConfig(replica=2, data=1, expert=4), **fields)
+        return estimate_memory(plan, platform).saved
+
+    spread = {"dispatcher": AllToAllConfig()}
+    loops = [saved("cpu", remat=remat, **spread) for remat in ("none", "dots", "full")]
+    assert loops[0] > loops[1] > loops[2]
+    unrolled = [saved("cpu", remat=remat, unroll=2, **spread) for remat in ("none", "dots", "full")]
+    assert min(unrolled) == max(unrolled) > loops[0]
+    assert saved("gpu", remat="full", unroll=2, **spread) == loops[2]
+    whole = saved("cpu")
+    rows = saved("cpu", unroll=2) - whole
+    assert 0 < rows < 0.2 * whole, "rows are kept; nothing else is ready early beside whole experts"
+
+
 def test_parameters_in_host_memory_leave_three_layers_on_the_device():
     """Parameters, gradients and copies for products of the others leave it."""
     model = dataclasses.replace(WIDE, num_layers=12)

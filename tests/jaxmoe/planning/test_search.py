@@ -12,10 +12,11 @@ import math
 import pytest
 
 from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.memory import estimate_memory, least_memory
 from jaxmoe.planning.search import EVERYTHING, Space, on_mesh, search
 from jaxmoe.planning.search.verdicts import plan_in_words, why_not
-from jaxmoe.planning.step_time import predict_time
+from jaxmoe.planning.sizes import Sizes
+from jaxmoe.planning.step_time import least_time, predict_time, time_of
 from sharding.expert_parallel import AllToAllConfig, LocalConfig
 from sharding.fold import MoEMesh
 from sharding.mesh import MeshConfig
@@ -111,6 +112,18 @@ def test_search_over_arrangements_equals_brute_force(meshes, share):
     first = search(plan, meshes, chip, keep=2, space=SPACE)
     assert [one.time.step for one in first.fitting] == pytest.approx(wanted[:2])
     assert all(one.time.step <= wanted[0] and one.need > memory for one in first.faster)
+
+
+def test_no_plan_takes_or_needs_less_than_the_search_assumes():
+    """Where it does, the search leaves out a plan that is better than the one it returns."""
+    plan, chip = plan_of(MODEL, batch_size=32, length=256), CHIPS["cpu"]
+    for plans in _all_of(plan, MESHES[4]).values():
+        sizes = Sizes.of(plans[0])
+        for own in plans:
+            assert time_of(sizes.at(own), chip) == predict_time(own, chip)
+            assert 0 < least_time(sizes.at(own), chip) <= predict_time(own, chip).step
+            need = estimate_memory(own, chip.platform).total
+            assert 0 < least_memory(sizes.at(own), chip.platform).total <= need
 
 
 def test_closest_needs_the_least_of_all():

@@ -1,0 +1,183 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computes the shares of a model that a mesh and its rules give to one device.
+
+None of them depends on the micro-batches or on remat: a search computes them once for all numbers
+and choices of these (`Sizes.at`).
+
+    a parameter, sharded over the axes of its spec, is gathered for use over all of them but the
+    tensor axis of dense layers, and the experts' own axes if the dispatcher sends rows to them
+    a copy that is gathered once a step is sharded by its own rules
+    the layers of the staged scan are sharded over stages, also in use, and so is the vocabulary
+
+To add a share of a parameter: a field of `ParameterShares` and its value in `_shares`, in
+`jaxmoe/planning/device_layout.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+
+from jax.sharding import PartitionSpec
+
+from jaxmoe.models.flops import flops_per_token, matmul_parameters, stack_mixing_flops
+from jaxmoe.models.stacks import LayerStack
+from jaxmoe.parameters import ParameterSpec, ParameterTable
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.parameter_layouts import kept_axes
+from sharding import axes as ax
+from sharding.rules import LogicalAxisRules
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterShares:
+    """Mesh axes and values of one parameter on a device; of the axes those larger than 1."""
+
+    row: ParameterSpec
+    stack: LayerStack | None
+    """Layers that it belongs to; None outside of layers."""
+    axes: tuple[str, ...]
+    """Axes over which it is sharded."""
+    copied_axes: tuple[str, ...]
+    """Axes over which the copy is sharded that layers read: the parameter, where none is gathered
+    once a step."""
+    kept_axes: tuple[str, ...]
+    """Axes over which it stays sharded in use."""
+    gathered_axes: tuple[str, ...]
+    """Axes over which it is gathered for use."""
+    replicated_axes: tuple[str, ...]
+    """Axes over which its gradients are summed and it is not sharded."""
+    local: int
+    """Values stored on one device."""
+    copy_values: int
+    """Values on one device of the copy that layers read."""
+    in_use: int
+    """Values on one device in use, summed over layers."""
+    layers: int
+    """Layers stacked in it on one device; 1 if it is not stacked."""
+    moment: int
+    """Values on one device of an array of the optimiser state with its shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFlops:
+    """FLOPs of a token, forward and backward, nothing recomputed."""
+
+    total: float
+    by_stack: dict[str, float]
+    """FLOPs in the layers of a stack, by its path."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> TokenFlops:
+        """Return the FLOPs of the tokens of a plan, which are the same on every mesh."""
+        model, table, length = plan.model, plan.table, plan.sequence_length
+        by_stack = {}
+        for stack in model.stacks:
+            rows = tuple(row for row in table if row.path.startswith(f"{stack.path}/"))
+            products = 6.0 * matmul_parameters(model, ParameterTable(rows))
+            by_stack[stack.path] = products + stack_mixing_flops(model, stack, length)
+        return cls(total=flops_per_token(model, table, length), by_stack=by_stack)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceLayout:
+    """Shares of one device of a mesh."""
+
+    plan: StepPlan
+    """A plan on the mesh; its micro-batches and remat are not read."""
+    flops: TokenFlops
+    """FLOPs of a token on all devices."""
+
+    @functools.cached_property
+    def mesh(self) -> dict[str, int]:
+        """Devices along each mesh axis."""
+        return dict(self.plan.mesh.shape)
+
+    @functools.cached_property
+    def rules(self) -> LogicalAxisRules:
+        """Rules from logical axes to mesh axes."""
+        return self.plan.execution.axis_rules
+
+    @functools.cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """Stacks of the model."""
+        return tuple(self.plan.model.stacks)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, ParameterShares]:
+        """Shares of each parameter, by its path and in the order of the table."""
+        return {row.path: _shares(self, row) for row in self.plan.table}
+
+    @functools.cached_property
+    def _shards(self) -> dict[str, int]:
+        return {}
+
+    @functools.cached_property
+    def _pieces(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _groups(self) -> dict[tuple[str, ...], tuple[tuple[str, ...], int]]:
+        return {}
+
+    def shards(self, name: str) -> int:
+        """Return the number of shards of a logical axis."""
+        if name not in self._shards:
+            self._shards[name] = self.devices(self.rules.mesh_axes(name))
+        return self._shards[name]
+
+    def devices(self, axes: Iterable[str]) -> int:
+        """Return the devices along some axes together."""
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def pieces(self, *axes: str) -> tuple[str, ...]:
+        """Return the mesh axes larger than 1 that are one of these or a piece of one."""
+        if axes not in self._pieces:
+            names = ax.pieces(tuple(self.mesh), axes)
+            self._pieces[axes] = tuple(axis for axis in names if self.mesh[axis] > 1)
+        return self._pieces[axes]
+
+    def group(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+        """Return the axes in the order of the mesh, and the devices along them together."""
+        if axes not in self._groups:
+            ordered = tuple(axis for axis in self.mesh if axis in axes)
+            self._groups[axes] = ordered, self.devices(ordered)
+        return self._groups[axes]
+
+
+def _shares(layout: DeviceLayout, row: ParameterSpec) -> ParameterShares:
+    execution, mesh = layout.plan.execution, layout.mesh
+    layout_of_state = execution.state_layout
+    copies = layout_of_state.copies
+    axes = _wide_axes(row.spec, mesh)
+    copied = axes if copies is None else _wide_axes(copies.resolve(row.declaration.axes), mesh)
+    moments = layout_of_state.optimizer.resolve(row.declaration.axes)
+    splits = kept_axes(row, execution, mesh)
+    kept = tuple(axis for axis in axes if axis in splits)
+    batch_axes = layout.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
+    stacks = (stack for stack in layout.stacks if row.path.startswith(f"{stack.path}/"))
+    layers = 1
+    if row.declaration.is_stacked:
+        layers = row.shape[0] // layout.shards(row.declaration.axes[0])
+    return ParameterShares(
+        row=row,
+        stack=next(stacks, None),
+        axes=axes,
+        copied_axes=copied,
+        kept_axes=kept,
+        gathered_axes=tuple(axis for axis in axes if axis not in kept),
+        replicated_axes=tuple(axis for axis in batch_axes if axis not in axes),
+        local=row.size // layout.devices(axes),
+        copy_values=row.size // layout.devices(copied),
+        in_use=row.size // layout.devices(kept),
+        layers=layers,
+        moment=row.size // layout.devices(_wide_axes(moments, mesh)),
+    )
+
+
+def _wide_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
+    return tuple(axis for axes in names for axis in axes if mesh[axis] > 1)
