@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -152,6 +151,7 @@ def _operations(
         num_local = AXES.experts_held(config.num_experts)
         return exchange(
             jnp.repeat(x, config.top_k, axis=0),
+            jnp.ones((slots.shape[0], 1), jnp.float32),
             slots,
             num_experts=config.num_experts,
             most=min(slots.shape[0], x.shape[0] * num_local),
@@ -166,7 +166,7 @@ def _operations(
         return jax.lax.psum_scatter(y, AXES.expert_tensor, scatter_dimension=0, tiled=True)
 
     def compute(x: Array, sizes: Array, weights: dict[str, Array]) -> Array:
-        return apply_experts(weights, x, sizes, None)
+        return apply_experts(weights, x, sizes)
 
     x = jnp.ones((devices * shared, width), config.dtype)
     # As many rows as arrive in total, device after device.
@@ -201,7 +201,7 @@ def _layer(config: ChunkBenchConfig, mesh: Mesh, number: int) -> Callable[[], fl
         return expert_parallel(
             x,
             assignments,
-            partial(apply_experts, implementation=None),
+            apply_experts,
             weights,
             num_experts=config.num_experts,
             config=dispatcher,

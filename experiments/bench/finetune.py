@@ -62,6 +62,7 @@ def bench_finetune(config: FinetuneBenchConfig) -> dict[str, Any]:
             python=config.peer_python,
             rounds=config.rounds,
             warm_up=config.warm_up,
+            share=config.share,
         )
     medians = {name: timing.median for name, timing in timings.items()}
     first = {name: side.results[0] for name, side in sides.items()}

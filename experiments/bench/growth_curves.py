@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import pathlib
@@ -28,12 +29,9 @@ import numpy as np
 from experiments.bench.side import peak_bytes
 from experiments.plan import __main__ as plan_command
 from jaxmoe.checkpoint.single import load_checkpoint, save_checkpoint
-from jaxmoe.contrib.serving_lab.simulation import WORKLOADS, ModelSizes, Roofline, Simulation
 from jaxmoe.data.files import FilesConfig
-from jaxmoe.models.presets import PRESETS
 from jaxmoe.optim.muon import scale_by_muon
-from jaxmoe.planning.hardware import CHIPS
-from jaxmoe.serve import BATCHING, Facts, Instance, LatencyObjective, Request, Result, Sampling
+from jaxmoe.serve import BATCHING, Facts, Instance, Request, Result, Sampling
 from jaxmoe.tracking.charts import line_chart, with_smoothed
 from jaxmoe.tracking.history import HistoryRecorder
 from jaxmoe.tracking.jsonl import CURVE_LINES, JsonlTracker, read_last_metrics, read_metrics
@@ -155,11 +153,7 @@ def _queue(size: int, folder: pathlib.Path) -> Work:
 
 def _simulate(size: int, folder: pathlib.Path) -> Work:
     del folder
-    sizes = ModelSizes.of(PRESETS["olmoe_1b_7b"]())
-    cost = Roofline(sizes=sizes, chip=CHIPS["v5e"])
-    facts = Facts(num_pages=4096, page_size=16, max_running=64, max_length=4096, cost=cost)
-    given = WORKLOADS["gamma"](rate=20.0, requests=size).arrivals(LatencyObjective(), 4096)
-    return Simulation(given, facts, BATCHING["split_fuse"](), cost).run
+    return importlib.import_module("experiments.serving.growth").simulate_requests(size)
 
 
 def _plan(size: int, folder: pathlib.Path) -> Work:

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.messages import Progress, say
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
@@ -108,24 +110,63 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_turns(
-    candidates: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 2
+    candidates: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    share: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Run every candidate once per round.
+    """Run every candidate once per round, and say from time to time how far it is.
 
     Args:
         candidates: Functions that run once and return their seconds.
         rounds: Counted rounds.
         warm_up: Rounds before them.
+        share: Seconds of one candidate in all rounds. One that would take longer ends after the run
+            that reaches them, with a message and at least one counted run, of which the first may
+            then be in the warm-up.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for index in range(warm_up + rounds):
-        for name, run in candidates.items():
-            if len(candidates) > 1:
+    turns = [_Turns(name, run, share) for name, run in candidates.items()]
+    progress, total = Progress(first=5.0), warm_up + rounds
+    for index in range(total):
+        for candidate in turns:
+            if candidate.has_ended:
+                continue
+            if len(turns) > 1:
                 time.sleep(_PAUSE_SECONDS)
-            elapsed = run()
-            if index >= warm_up:
-                seconds[name].append(elapsed)
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+            candidate.run_once(is_counted=index >= warm_up, rounds_left=total - index - 1)
+        round_seconds = sum(candidate.last for candidate in turns if not candidate.has_ended)
+        seconds = round_seconds * (total - index - 1)
+        progress.at("round {:.0f} of {:.0f}, about {:.0f} s left", index + 1, total, seconds)
+    return {candidate.name: Timing(tuple(candidate.seconds)) for candidate in turns}
+
+
+class _Turns:
+    """Runs of one candidate of `in_turns`."""
+
+    def __init__(self, name: str, run: Callable[[], float], share: float):
+        self.name = name
+        self.seconds: list[float] = []
+        self.last = 0.0
+        self.has_ended = False
+        self._run = run
+        self._share = share
+        self._spent = 0.0
+        self._is_short = False
+
+    def run_once(self, *, is_counted: bool, rounds_left: int) -> None:
+        """Run, and end if the next run would go beyond the share."""
+        self.last = self._run()
+        self._spent += self.last
+        if is_counted or self._is_short:
+            self.seconds.append(self.last)
+        self._is_short = self._spent + self.last > self._share
+        self.has_ended = self._is_short and bool(self.seconds)
+        if self.has_ended and rounds_left:
+            say(
+                f"{self.name}: {self.last:.1f} s a run; it ends after {self._spent:.0f} s with"
+                f" {len(self.seconds)} counted, its share is {self._share:.0f} s"
+            )
 
 
 def matmul_rate(dtype: Any = jnp.float32, shapes: Sequence[tuple[int, int, int]] = ()) -> float:

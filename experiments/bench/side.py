@@ -104,6 +104,7 @@ def sides_in_turns(
     python: str | None,
     rounds: int,
     warm_up: int,
+    share: float = float("inf"),
 ) -> tuple[dict[str, SideProcess], dict[str, Timing]]:
     """Run all sides, which take turns, and return them, ended, with their times.
 
@@ -114,6 +115,7 @@ def sides_in_turns(
         python: Interpreter of the peer; this one when None.
         rounds: Counted steps of each side.
         warm_up: Steps before them.
+        share: Seconds of one side, see `in_turns`.
 
     Raises:
         ValueError: A side does not start.
@@ -129,7 +131,7 @@ def sides_in_turns(
                 needs=f"{needs} --peer_python",
             )
         steps = {name: side.step for name, side in sides.items()}
-        return sides, in_turns(steps, rounds=rounds, warm_up=warm_up)
+        return sides, in_turns(steps, rounds=rounds, warm_up=warm_up, share=share)
     finally:
         for side in sides.values():
             side.close()

@@ -6,7 +6,8 @@ Both sides train a model in each precision. The limit is the step's floating-poi
 rate of a dense product of that precision, measured in the same run. The parts are measured one by
 one, forward and backward, in the first precision, so that their sum differs a little from the
 whole. Both sides begin with the same parameters and read the same batches. The losses are means of
-the counted steps: with `--rounds 400` they show whether a side or a precision costs anything.
+the counted steps: with `--rounds 400 --share inf` they show whether a side or a precision costs
+anything.
 """
 
 from __future__ import annotations
@@ -100,8 +101,12 @@ class TrainingBenchConfig:
     """Counted steps of each side."""
     peer_python: str | None = None
     """Interpreter of the peer, of an environment with the extra hf; this one when None."""
+    share: float = 120.0
+    """Seconds of all steps of one side in one precision; a slower one ends early, and says so."""
 
     def __post_init__(self):
+        if not self.share > 0:
+            raise ValueError(f"share={self.share} must be a positive number of seconds")
         for field in ("batch_size", "sequence_length", "rounds"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
@@ -162,7 +167,9 @@ def bench_step(config: StepBenchConfig) -> dict[str, Any]:
             facts["matmul_flops_per_second"] = {
                 dtype: peer.ask(f"rate {dtype}") for dtype in config.precisions
             }
-        timings = in_turns(candidates, rounds=config.rounds, warm_up=config.warm_up)
+        timings = in_turns(
+            candidates, rounds=config.rounds, warm_up=config.warm_up, share=config.share
+        )
     finally:
         if peer is not None:
             peer.close()

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 
@@ -78,6 +79,23 @@ def test_candidates_take_turns_and_warm_up_does_not_count():
     assert calls == ["a", "b"] * 4
     assert timings["a"].seconds == (3.0, 5.0, 7.0)
     assert (timings["b"].median, timings["b"].best) == (6.0, 4.0)
+
+
+def test_a_slow_candidate_ends_with_its_share_and_says_so(caplog):
+    """It warms up once and is counted once; the others run to the end."""
+    calls = []
+
+    def run(name, seconds):
+        calls.append(name)
+        return seconds
+
+    candidates = {"fast": lambda: run("fast", 1.0), "slow": lambda: run("slow", 70.0)}
+    with caplog.at_level(logging.INFO, "jaxmoe.messages"):
+        timings = measure.in_turns(candidates, rounds=3, warm_up=4, share=100.0)
+    assert timings["slow"].seconds == (70.0,) and timings["fast"].seconds == (1.0,) * 3
+    assert calls.count("slow") == 2 and calls.count("fast") == 7
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == "slow: 70.0 s a run; it ends after 140 s with 1 counted, its share is 100 s"
 
 
 def test_the_load_of_other_processes_is_told_apart_from_our_own(tmp_path, monkeypatch):
