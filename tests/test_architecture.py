@@ -75,6 +75,7 @@ ORDER = (
     "configs",
     "field_docs",
     "disk",
+    "host_memory",
     "json_bounds",
     "optional",
     "state_tree",

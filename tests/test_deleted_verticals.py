@@ -139,6 +139,18 @@ def test_the_commands_of_a_vertical_are_few_beside_those_of_the_core():
     assert "experiments.replay" not in _commands_without("survival")
 
 
+def test_commands_of_the_core_import_no_vertical():
+    """They reach its members by their names, so that they run where its folder is deleted."""
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in modules("experiments")
+        if vertical_of_source(str(path.relative_to(ROOT))) is None
+        for _, name in imported_names(tree(path))
+        if name.startswith("jaxmoe.contrib.")
+    }
+    assert not found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vertical", VERTICALS)
 def test_the_core_trains_without_a_vertical(vertical, tmp_path):

@@ -266,13 +266,24 @@ def test_names_of_nothing_are_found(code, flag_pages):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["features.md", "systems.md"])
 def test_pretrain_commands_of_the_tables_can_be_typed_as_they_are(page):
-    """Every choice fits the recipe that the command takes where none is named."""
-    faults, count = [], 0
-    for code in re.findall(r"`([^`]+)`", (ROOT / ".docs" / page).read_text(encoding="utf-8")):
+    """Every choice fits the recipe that the command takes where none is named.
+
+    Flags alone are those of the command before them in the row, of pretrain where there is none.
+    """
+    commands = {path.stem for path in (ROOT / "experiments").iterdir()}
+    faults, count, command = [], 0, "pretrain"
+    text = (ROOT / ".docs" / page).read_text(encoding="utf-8")
+    for code in re.findall(r"\n|`[^`\n]+`", text):
+        code = code.strip("`")
+        if code == "\n":
+            command = "pretrain"
+            continue
         words = shlex.split(code.removeprefix("python -m experiments."))
-        if words[0] == "pretrain":
-            words = words[1:]
+        if words[0] in commands:
+            command, words = words[0], words[1:]
         elif not re.match(r"--|[a-z_.]+:[a-z0-9_]+( |$)", code):
+            continue
+        if command != "pretrain":
             continue
         count += 1
         try:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.doctor.software import GIGABYTE, Finding, writable
 from jaxmoe.data import MarkovConfig
+from jaxmoe.host_memory import machine_memory
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import LinearConfig
 from jaxmoe.precision import PrecisionPolicy
@@ -79,8 +80,7 @@ def devices() -> Iterator[Finding]:
     yield Finding("ok", "devices", text)
     first = local_devices[0]
     if first.platform == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        text = f"{memory / GIGABYTE:.1f} GB of the machine, {os.cpu_count()} processors"
+        text = f"{machine_memory() / GIGABYTE:.1f} GB of the machine, {os.cpu_count()} processors"
     else:
         limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local_devices]
         text = f"{min(limits) / GIGABYTE:.1f} GB that JAX may take on the smallest device"

@@ -82,6 +82,17 @@ def newton_schulz(
     return (y.mT if is_tall else y).astype(x.dtype)
 
 
+def newton_schulz_flops(fan_in: int, fan_out: int) -> float:
+    """Return the FLOPs of `newton_schulz` of one matrix: (4 m^2 n + 2 m^3) an iteration, m <= n.
+
+    Args:
+        fan_in: Rows.
+        fan_out: Columns.
+    """
+    m, n = sorted((fan_in, fan_out))
+    return len(COEFFICIENTS["dion"]) * (4.0 * m * m * n + 2.0 * m**3)
+
+
 def _sum(a: Any, x: Array, b: Any, y: Array) -> Array:
     """Return a x + b y, rounded once; coefficients in bfloat16 would enlarge the result by 2%."""
     return (a * x.astype(jnp.float32) + b * y.astype(jnp.float32)).astype(x.dtype)

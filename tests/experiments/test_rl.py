@@ -267,7 +267,7 @@ REFUSED = {
     "must be at least rl.max_tokens=500": ("--rl.max_tokens", "500"),
     "with rl.staleness=0 it answers by those in": ("--rl.sync", "exact"),
     "rl.reward.path is empty": ("reward:match",),
-    "set replicas to none": ("replicas:diloco",),
+    "choose replicas:none": ("replicas:diloco",),
 }
 
 

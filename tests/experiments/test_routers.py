@@ -161,12 +161,13 @@ def test_the_same_command_continues(finished, monkeypatch, capsys):
     directory, summary = finished
     path, trained = directory / "trials.jsonl", []
 
-    def trial(config, name, objective, *rest):
+    def fail(trial, stop):
+        name, objective = trial.name, trial.objective
         trained.append((name, objective))
         old = {"method": name, "objective": objective, "source": "", "warnings": [], "seconds": 1.0}
         return {**old, "moe": None, "status": "failed", "reason": "not today"}, None
 
-    monkeypatch.setattr(routers, "run_trial", trial)
+    monkeypatch.setattr(routers, "run_trial", fail)
     path.write_text(path.read_text() + '{"method": "swi')  # cut by a power failure
     _, more = run(directory, "--seeds", "2", "--methods", "leaky", "olmoe")
     assert trained == [("olmoe", "autoregressive")]
@@ -191,7 +192,7 @@ class SpoiltPrograms(routers_trial.RouterPrograms):
     """Every step is refused; nothing is compiled."""
 
     def __init__(self, config, model, objective, batch):
-        self.model, self.objective = model, routers_trial.OBJECTIVES[objective]
+        self.model, self.objective = model, routers_trial.OBJECTIVES[objective]()
         self.compile_seconds, counts = 0.0, np.ones((2, 8), np.float32)
         state = TrainState(0, {}, {}, {}, jax.random.key(0), skipped=0, skipped_in_a_row=0)
         sums = {"counts": counts, "kept": counts, "num_tokens": np.ones(2, np.float32)}

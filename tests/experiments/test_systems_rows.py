@@ -13,7 +13,7 @@ from experiments.cli import flags as cli
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.adapters import AdaLoraConfig
 from jaxmoe.contrib.adapters.switch_lora import SwitchLoraConfig
-from jaxmoe.run.reporting.header import experts_in_words
+from jaxmoe.run.reporting.header import experts_in_words, few_rows_in_words
 from tests.support.runs import ROOT
 
 TABLE = (ROOT / ".docs" / "systems.md").read_text()
@@ -38,6 +38,13 @@ def test_a_period_of_one_layer_has_no_experts():
     model = parsed("--model.layers layer model.layers.0.feed_forward:ultra_mem").model
     assert experts_in_words(model) == "no experts (no layer has those of model.moe)"
     assert experts_in_words(parsed("model.moe:none").model) == "dense"
+
+
+def test_micro_batches_of_few_tokens_say_what_they_cost():
+    assert few_rows_in_words(2048, 1) is None, "a whole batch"
+    assert few_rows_in_words(8192, 8) is None, "a thousand rows keep the products busy"
+    note = few_rows_in_words(2048, 8)
+    assert note is not None and note.startswith("8 micro-batches of 256 tokens on a device: ")
 
 
 def test_adapters_say_where_their_steps_are_not_those_of_the_run():

@@ -100,7 +100,8 @@ if place == "process1" and len(list(marks.iterdir())) < 2:
 if number == int(sys.argv[2]):
     sys.exit(2)
 if number < 3 and len(sys.argv) > 3 or len(list(marks.iterdir())) < 2:
-    time.sleep(600)
+    while True:
+        time.sleep(0.01)  # a signal that comes just before a sleep is handled after it
 """
 
 
@@ -150,7 +151,8 @@ def test_all_processes_are_tried_again_after_a_while(tmp_path, capsys, monkeypat
 def test_signals_are_forwarded(tmp_path):
     script = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
-        "print('ready', flush=True); time.sleep(600)"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(0.01)"  # a signal just before a sleep is handled after it
     )
     command = [sys.executable, "-m", "experiments.launch", "--supervise", "--run.directory"]
     command += [str(tmp_path / "run"), "--command", shlex.join([sys.executable, "-c", script])]

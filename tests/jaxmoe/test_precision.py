@@ -90,7 +90,7 @@ def test_experts_with_few_rows_and_none_round_their_products():
 
     @functools.partial(jax.jit, static_argnums=2)
     def run(rows, sizes, product):
-        return apply_experts(weights, rows, sizes, None, encoded=product)
+        return apply_experts(weights, rows, sizes, encoded=product)
 
     full, few = (
         run(rows, sizes, None),

@@ -36,6 +36,7 @@ from experiments.studies.programs import RARE, StudyPrograms
 from experiments.studies.routers.config import ObjectiveName, RoutersConfig, model_of, objective_of
 from experiments.studies.routers.data import RoutersTask
 from experiments.studies.trials import Record, finite, has_diverged, train
+from jaxmoe import training
 from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, normalized_mutual_information
 from jaxmoe.execution import ExecutionConfig
@@ -47,13 +48,13 @@ from jaxmoe.routing.composition import RoutingWarning
 from jaxmoe.routing.telemetry.trace import save_trace
 from jaxmoe.run.measures import record_trace
 from jaxmoe.scaling.initialize import parameter_table
-from jaxmoe.training import MaskedDiffusionConfig, NextTokenConfig, Objective
+from jaxmoe.training import Objective
 from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.state import TrainState
 
-OBJECTIVES: dict[ObjectiveName, Objective] = {
-    "autoregressive": NextTokenConfig(),
-    "masked_diffusion": MaskedDiffusionConfig(eval_times=4),
+OBJECTIVES: dict[ObjectiveName, Callable[[], Objective]] = {
+    "autoregressive": training.NextTokenConfig,
+    "masked_diffusion": lambda: training.MaskedDiffusionConfig(eval_times=4),
 }
 
 _EXECUTION = ExecutionConfig(unroll=2)
@@ -81,7 +82,7 @@ class RouterPrograms(StudyPrograms):
             config.optimizer.build(parameter_table(model), schedule),
             batch,
             training=config.training,
-            objective=OBJECTIVES[objective],
+            objective=OBJECTIVES[objective](),
             execution=_EXECUTION,
         )
 

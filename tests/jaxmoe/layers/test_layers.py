@@ -90,7 +90,7 @@ def test_experts_are_swiglus_on_their_own_rows():
     sizes = [3, 0, 2]
     rows = _normal(8, 6, WIDTH)
     weights = {"gate_up": _normal(9, 3, WIDTH, 2, HIDDEN), "down": _normal(10, 3, HIDDEN, WIDTH)}
-    out = apply_experts(weights, rows, jnp.asarray(sizes, jnp.int32), None)
+    out = apply_experts(weights, rows, jnp.asarray(sizes, jnp.int32))
     wanted = np.zeros((6, WIDTH))
     for row, expert in enumerate(np.repeat(np.arange(3), sizes)):
         x = np.asarray(rows[row], np.float64)

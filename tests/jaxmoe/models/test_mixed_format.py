@@ -124,7 +124,7 @@ def test_experts_have_their_own_order(small_blocks):
             for name, value in values.items()
         }
         one = jax.tree.map(lambda leaf: leaf[0], held)
-        out = apply_experts(one, rows, jnp.asarray(sizes), None, None)
+        out = apply_experts(one, rows, jnp.asarray(sizes))
         return out, {name: dequantize_parameter(weight)[0] for name, weight in held.items()}
 
     out, stored = run(rows, values)

@@ -125,7 +125,7 @@ def test_a_spread_cache_gives_the_same_tokens(params, prompt, name):
         )
     np.testing.assert_array_equal(found, greedy(params, prompt, reading))
     one = compare_readings(MODEL, params, None, [held_out(prompt)], execution=ONE, reading=reading)
-    for part in ("selected", "whole"):
+    for part in ("selected", "complete"):
         found, wanted = getattr(losses, part), getattr(one, part)
         assert found.nats_per_token == pytest.approx(wanted.nats_per_token, rel=1e-5)
 

@@ -169,7 +169,7 @@ def test_experts_round_rows_before_each_product(activations):
     def run(rows, weights):
         axes = {"gate_up": -3, "down": -2}
         held = {n: quantize(w, "int4", axis=axes[n], block_size=2) for n, w in weights.items()}
-        out = apply_experts(held, rows, jnp.asarray(sizes), None, activations)
+        out = apply_experts(held, rows, jnp.asarray(sizes), activations=activations)
         return out, {name: dequantize(weight) for name, weight in held.items()}
 
     out, stored = run(rows, weights)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.optim.newton_schulz import COEFFICIENTS, newton_schulz
+from experiments import recipes
+from jaxmoe.optim.newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_flops
+from jaxmoe.run.plan import describe_update, make_plan
 from tests.support import muon_oracle
 from tests.support.tolerances import assert_close
 
@@ -100,3 +102,22 @@ def test_unknown_coefficients_are_refused():
         # Unwrapped: the tests' type checker would refuse it first.
         inspect.unwrap(newton_schulz)(gaussian(2, 2), coefficients="quintic")
     assert str(error.value) == "coefficients='quintic' must be one of dion, standard"
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (80, 80)])
+def test_flops_are_those_of_the_compiled_products(shape):
+    compiled = jax.jit(newton_schulz).lower(jnp.ones(shape)).compile()
+    cost = compiled.cost_analysis()
+    assert cost is not None
+    # The compiler counts the body of the loop once, and sums of the size of the matrices too.
+    assert cost["flops"] * 5 == pytest.approx(newton_schulz_flops(*shape), rel=0.1)
+
+
+def test_a_run_says_what_its_matrices_cost_where_it_is_much():
+    assert describe_update(make_plan(recipes.tiny())) == (
+        "Newton-Schulz takes 8.39 GFLOP a step beside these, whatever the batch (67% of them);"
+        " AdamW takes none"
+    )
+    large = recipes.d8()
+    assert describe_update(make_plan(large)) == ""
+    assert make_plan(recipes.markov()).matrix_flops == 0.0, "it has AdamW"

@@ -77,7 +77,7 @@ def test_measurement_is_the_largest_activation(fresh, measured):
     rows = evaluation_batches(assembly.source, batch_size=8, sequence_length=16, num_batches=5)
     tokens = np.concatenate([batch.tokens for batch in rows])[3 * 8 :]  # evaluation has the first
     table = np.asarray(state.params["embedding"]["weight"], np.float64)[tokens]
-    table *= assembly.plan.model.multipliers.embedding
+    table *= assembly.plan.model.forward_multipliers.embedding
     epsilon = assembly.plan.model.norm_epsilon
     normed = table / np.sqrt(np.mean(table**2, axis=-1, keepdims=True) + epsilon)
     assert_close(
