@@ -37,6 +37,7 @@ from jaxmoe.choices import (
     trait,
     values_at,
 )
+from sharding.state_layouts import STATE_LAYOUTS
 
 
 class CombinationError(ValueError):
@@ -181,6 +182,11 @@ ONE_STAGE: Final = that(
 )
 """A mesh without stages of a model; a search for a mesh leaves a size open."""
 
+GATHERED_BEFORE: Final = tuple(
+    name for name, layout in STATE_LAYOUTS.items() if layout.gathered != "layer"
+)
+"""Layouts that gather parameters before they are used."""
+
 _STAGES: Final = above("execution.mesh.stage", 1)
 _LEVELS: Final = equals("data.packing", "levels")
 _DETAILED: Final = equals("execution.telemetry", "detailed")
@@ -193,8 +199,38 @@ _REORDERED: Final = that(
     ),
     shown="execution.sequence_parallel.layout",
 )
+_REWRITES: Final = trait("model.adapter", "has_view", "with a view")
 _CUT_PRODUCTS: Final = trait("execution.tensor_products", "cuts_rows", "that cut rows")
 _ONE_STAGE: Final = "set execution.mesh.stage to 1"
+
+
+def gathered_row(view: Choice) -> Row:
+    """Return the row of a choice that makes a `jaxmoe.layers.view.View`, and gathered parameters.
+
+    Args:
+        view: The choice.
+    """
+    return Row(
+        view,
+        equals("execution.rules", *GATHERED_BEFORE),
+        "{first} rewrites parameters where they are used, and {second} gathers them before",
+        "set execution.rules to fully_sharded",
+    )
+
+
+def fetched_row(view: Choice) -> Row:
+    """Return the row of a choice that makes a `jaxmoe.layers.view.View`, and a host's parameters.
+
+    Args:
+        view: The choice.
+    """
+    return Row(
+        view,
+        equals("execution.offload.parameters", "host"),
+        "{first} rewrites parameters where they are used, and {second} fetches each layer by"
+        " itself",
+        "set execution.offload.parameters to device",
+    )
 
 
 def _kernel_row(kernel: str, matmul: str) -> Row:
@@ -221,9 +257,17 @@ ROWS: Final = (
     ),
     Row(
         _STAGES,
-        trait("model.adapter", "has_view", "with a view"),
+        _REWRITES,
         "{second} rewrites parameters where they are used, which the stages of {first} do not",
         _ONE_STAGE,
+    ),
+    gathered_row(_REWRITES),
+    fetched_row(_REWRITES),
+    Row(
+        _REWRITES,
+        differs("execution.precision.weights", "floating"),
+        "{first} rewrites weights, and {second} has them in few bits",
+        "set execution.precision.weights to floating, or take adapter:lora",
     ),
     Row(
         _STAGES,

@@ -101,6 +101,8 @@ class Declaration:
     """Dtype of the stored values; that of the model's parameters when None."""
     share: float = 1.0
     """Part of the values that one token reads, where it looks up rows of a table."""
+    is_whole: bool = False
+    """The layer uses the matrix as one array, in which an adapter's addition is summed up."""
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -211,7 +213,8 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
         name: Name in the module; changing it changes the initial value.
         declaration: Shape, axes and role of the parameter.
     """
-    value = _adapt(module, name, _declare_matrix(module, name, declaration))
+    whole = dataclasses.replace(declaration, is_whole=True)
+    value = _adapt(module, name, _declare_matrix(module, name, whole))
     return value.merge() if isinstance(value, LowRank) else value
 
 

@@ -24,8 +24,7 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Role
-from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.view import ParameterView, check_view
+from jaxmoe.layers.view import ParameterView
 from jaxmoe.parameters import FROZEN, ParameterSpec, ParameterTable
 from sharding.constrain import Placement
 from sharding.rules import LogicalAxisRules
@@ -187,20 +186,6 @@ class Adapter(ParameterView, abc.ABC):
         Raises:
             ValueError: The model has none of the targets.
         """
-
-    def check_execution(self, execution: ExecutionConfig) -> None:
-        """Refuse an execution that the adapter cannot be trained with, before anything is traced.
-
-        Args:
-            execution: Execution with every size of the mesh filled in.
-
-        Raises:
-            ValueError: The layout gathers parameters before a view could rewrite them, or keeps
-                them in few bits.
-        """
-        if self.has_view:
-            check_view(execution)
-            execution.precision.check_trains()
 
     def prepare(self, params: Any, layers: Layers, key: Array | None = None) -> Any:
         """Return the parameters with those that the layers read (`:down`, `:up`, `:scale`).

@@ -43,6 +43,8 @@ def run(fields: Fields) -> PretrainConfig:
     return changed(PretrainConfig(), fields)
 
 
+HIERARCHICAL = {"execution.rules": "hierarchical"}
+FULLY_SHARDED = {"execution.rules": "fully_sharded"}
 HALO = {"execution.precision.matmul": choice("matmul", "halo")()}
 FULL = {"execution.precision.matmul": choice("matmul", "full")()}
 STAGES = {"execution.mesh.stage": 2}
@@ -223,6 +225,12 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"checkpoint.initial.mapping": None},
     ),
     (ON_ADAPTERS["lift"] | IN_HOST, NO_OFFLOAD),
+    (ON_ADAPTERS["shared_store"] | HIERARCHICAL, FULLY_SHARDED),
+    (ON_ADAPTERS["shared_store"] | HOST, ON_DEVICE),
+    (
+        ON_ADAPTERS["shared_store"] | {"execution.precision.weights": "w8a16"},
+        {"execution.precision.weights": "floating"},
+    ),
     # Adapters.
     (ON_ADAPTERS["mixture_of_shards"] | STAGES, ONE_STAGE),
     (
@@ -242,6 +250,9 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     ),
     (IN_HOST | {"training.average": choice("average", "fixed")()}, NO_OFFLOAD),
     (REMIX | STAGES, ONE_STAGE),
+    (REMIX | FORWARD, BACKPROP),
+    (REMIX | SKIPPING, NO_SKIPPING),
+    (REMIX | {"model.loop": LoopConfig()}, {"model.loop": None}),
     (REMIX | HALVES, ONE_HALF),
     # Halves, loops and mixers.
     (STAGES | {"model.loop": LoopConfig()}, {"model.loop": None}),
@@ -311,6 +322,8 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     ),
     (SKIPPING | DETAILED, BRIEF),
     (SKIPPING | LEVELS, BEST_FIT),
+    (FORWARD | HIERARCHICAL, FULLY_SHARDED),
+    (FORWARD | HOST, ON_DEVICE),
     (FORWARD | DETAILED, BRIEF),
     (FORWARD | COMPARED, NO_PARTS),
     (FORWARD | LEVELS, BEST_FIT),
@@ -359,6 +372,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     # Objectives and optimisers.
     (MKOR | {"training.gradients": FORWARD["training.gradients"], "training.clip": None}, BACKPROP),
     (MKOR | STAGES, ONE_STAGE),
+    (MKOR | HIERARCHICAL, FULLY_SHARDED),
     (
         MKOR | {"model.attention": choice("mixer", "mamba2")()},
         {"optimizer": choice("optimizer", "adamw")()},

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, differs, equals, is_set, member
+from jaxmoe.choices import above, differs, equals, is_set, member, trait
 from jaxmoe.combinations import Row
 from sharding.state_layouts import STATE_LAYOUTS
 
 _SHARDS: Final = member("model.adapter", "mixture_of_shards")
+_DRAWS: Final = trait("model.adapter", "backward", "that compares draws")
 _GATHERED: Final = tuple(
     name for name, layout in STATE_LAYOUTS.items() if layout.gathered == "step"
 )
@@ -39,6 +40,31 @@ ROWS: Final = (
             f"set execution.{field} to 1",
         )
         for field in ("mesh.stage", "halves")
+    ),
+    *(
+        Row(
+            _DRAWS,
+            choice,
+            "{first} trains a router by the losses of several draws, and " + reason,
+            way_out,
+        )
+        for choice, reason, way_out in (
+            (
+                trait("training.gradients", "is_backward", "without a backward pass", value=False),
+                "{second} has no backward pass",
+                "set training.gradients to backprop",
+            ),
+            (
+                is_set("training.skipping"),
+                "training.skipping changes them",
+                "set training.skipping to None",
+            ),
+            (
+                is_set("model.loop"),
+                "model.loop draws anew in each turn and keeps the last",
+                "set model.loop to None",
+            ),
+        )
     ),
     *(
         Row(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 import jax.numpy as jnp
@@ -135,6 +135,7 @@ class MixedAdapter(Adapter):
             row for row in base if self.targets.has(row) and row.declaration.matrix is not None
         ]
         self.targets.check_found(targets, base)
+        self._check_mixable(targets)
         rows = [frozen(row) for row in base]
         halves: dict[tuple[str, Half], ParameterSpec] = {}
         for row in targets:
@@ -155,6 +156,25 @@ class MixedAdapter(Adapter):
             }
             rows += _rows(f"{stack}/{half}", own_rows, rules)
         return ParameterTable(tuple(sorted(rows, key=lambda row: row.path)))
+
+    def _check_mixable(self, targets: Sequence[ParameterSpec]) -> None:
+        """Refuse matrices that their layer uses whole.
+
+        Args:
+            targets: Parameters that are adapted.
+
+        Raises:
+            ValueError: There is one.
+        """
+        whole = [row for row in targets if row.declaration.is_whole]
+        if whole:
+            roles = sorted({row.declaration.role for row in whole})
+            raise ValueError(
+                f"adapter.targets.roles={self.targets.roles}: {whole[0].path} is used whole by its"
+                f" layer, and adapter:{self.name} mixes additions for each token: leave"
+                f" {' and '.join(roles)} out, name other matrices with adapter.targets.pattern, or"
+                " take adapter:lora"
+            )
 
     def _factors(self, row: ParameterSpec, is_adapted: list[bool]) -> Made:
         """Return the factors of one parameter, and their scale in each layer."""

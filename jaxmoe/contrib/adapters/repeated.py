@@ -120,14 +120,7 @@ class RepeatedBackward(Backward):
     """How the rows of all passes are differentiated."""
 
     def check(self, step: Step) -> None:
-        """Refuse a loop over layers, whose turns but the last report no losses."""
-        adapter = step.model.adapter
-        assert adapter is not None  # it compares passes
-        if step.model.loop is not None:
-            raise ValueError(
-                f"adapter:{adapter.name} trains a router by the losses of several draws, and"
-                " model.loop draws anew in each turn and keeps the last: set model.loop to None"
-            )
+        """Refuse what the backward pass inside does."""
         self.backward.check(step)
 
     def sums(self, step: Step, state: TrainState, rows: Rows, gathered: Any) -> GradientSums:

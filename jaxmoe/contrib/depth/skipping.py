@@ -238,10 +238,4 @@ class PartialBackprop(BackpropConfig):
         """Refuse what layers cannot be left out of; see `SkippingConfig.check`."""
         # Named: a class with slots is a copy, which super() without arguments does not find.
         BackpropConfig.check(self, step)
-        adapter = step.model.adapter
-        if adapter is not None and adapter.backward is not None:
-            raise ValueError(
-                f"adapter:{adapter.name} trains a router by the losses of several draws,"
-                " and training.skipping changes them: set training.skipping to None"
-            )
         self.skipping.check(step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Final
 
 from jaxmoe.choices import above, equals, is_set, member, that, trait
-from jaxmoe.combinations import Row
+from jaxmoe.combinations import Row, fetched_row, gathered_row
 
 _STAGES: Final = above("execution.mesh.stage", 1)
 _LEVELS: Final = equals("data.packing", "levels")
@@ -23,6 +23,8 @@ ROWS: Final = (
         "{second} has no backward pass and no pipeline, and {first} is one",
         f"{_ONE_STAGE}, or training.gradients to backprop",
     ),
+    gathered_row(_FORWARD),
+    fetched_row(_FORWARD),
     Row(
         _FORWARD,
         _DETAILED,

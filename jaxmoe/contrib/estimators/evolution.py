@@ -89,7 +89,7 @@ class EvolutionConfig(Gradients):
 
     def check(self, step: Step) -> None:
         """Refuse what forward passes of a view cannot compute; see `check_forward`."""
-        check_forward(step, self.name)
+        check_forward(step)
 
     def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe import combinations
 from jaxmoe.data.batch import Batch
-from jaxmoe.layers.view import View, check_view, view_outside
+from jaxmoe.layers.view import View, view_outside
 from jaxmoe.models.transformer import balance_losses
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing import RouterStatistics
@@ -70,27 +70,17 @@ class Given:
     total_weight: Float[Array, ""]
 
 
-def check_forward(step: Step, name: str) -> None:
+def check_forward(step: Step) -> None:
     """Refuse what forward passes of a view cannot compute.
 
     Args:
         step: With the mesh resolved.
-        name: Name of the estimator.
 
     Raises:
         ValueError: Pipeline stages, a layout that gathers parameters or cuts them over replicas,
-            parameters in host memory, or detailed telemetry.
+            parameters in host memory, detailed telemetry, or an adapter of several draws.
     """
-    execution = step.execution
-    start = f"training.gradients:{name} has no backward pass"
-    adapter = step.model.adapter
-    if adapter is not None and adapter.backward is not None:
-        raise ValueError(
-            f"adapter:{adapter.name} trains a router by the losses of several draws, and"
-            f" {start}: set training.gradients to backprop"
-        )
-    combinations.check(execution=execution, training=step)
-    check_view(execution)
+    combinations.check(model=step.model, execution=step.execution, training=step)
     backward_of(step).check(step)
 
 

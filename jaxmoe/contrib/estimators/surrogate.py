@@ -115,7 +115,7 @@ class SurrogateConfig(Gradients):
 
     def check(self, step: Step) -> None:
         """Refuse large models, and what forward passes of a view cannot compute."""
-        passes.check_forward(step, self.name)
+        passes.check_forward(step)
         size = sum(row.size for row in table_of(step).trained_rows)
         if size > LIMIT:
             raise ValueError(

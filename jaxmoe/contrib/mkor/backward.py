@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jaxmoe import combinations
 from jaxmoe.contrib.mkor.probes import TOKENS, probe_view, probed_rows, zero_probes
 from jaxmoe.data.batch import Batch
-from jaxmoe.layers.view import View, check_view
+from jaxmoe.layers.view import View
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.gradients import MicroBatchBackward
 
@@ -45,7 +45,6 @@ class ProbedBackward(MicroBatchBackward):
         combinations.check(
             model=step.model, optimizer=optimizer, execution=step.execution, training=step
         )
-        check_view(step.execution)
 
     def differentiate(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Final
 
 from jaxmoe.choices import above, member, that, trait
-from jaxmoe.combinations import Row
+from jaxmoe.combinations import Row, gathered_row
 
 _MKOR: Final = member("optimizer", "mkor")
 
@@ -24,6 +24,7 @@ ROWS: Final = (
         "{first} measures every dense matrix, and a stage of {second} has some of the layers",
         "set execution.mesh.stage to 1",
     ),
+    gathered_row(_MKOR),
     Row(
         _MKOR,
         that(

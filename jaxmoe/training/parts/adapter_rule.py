@@ -26,10 +26,6 @@ class AdapterRule(StepPart):
 
     adapter: Adapter
 
-    def check(self, step: Step) -> None:
-        """Refuse an execution that the adapter cannot be trained with."""
-        self.adapter.check_execution(step.execution)
-
     def init(self, start: Start) -> Any:
         """Return what the adapter carries from step to step."""
         key = jax.random.fold_in(start.key, 2)

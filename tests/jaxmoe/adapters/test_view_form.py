@@ -268,9 +268,12 @@ def test_steps_on_a_mesh_equal_those_of_one_device(name, sizes):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rules": "zero2"}, "rules=zero2 gathers parameters before they are used"),
+        ({"rules": "zero2"}, "rules=zero2 gathers them before"),
         ({"offload": OffloadConfig()}, "changes the state after each step"),
-        ({"precision": PrecisionPolicy(weights="w4a16")}, "weights='w4a16' is for inference"),
+        (
+            {"precision": PrecisionPolicy(weights="w4a16")},
+            "rewrites weights, and execution.precision.weights=w4a16",
+        ),
     ],
 )
 def test_executions_that_a_view_does_not_fit_are_refused(given, message):

@@ -21,6 +21,7 @@ from jaxmoe.adapters import (
     TaskLoraConfig,
     fold_adapters,
 )
+from jaxmoe.catalog import choice
 from jaxmoe.contrib.adapters.repeated import ADVANTAGE
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import initial_cache
@@ -176,6 +177,14 @@ def test_decoding_with_a_mixture_equals_one_pass(name):
 def test_mixtures_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("mixer", ["mamba2", "latent", "mamba"])
+@pytest.mark.parametrize("name", MIXED)
+def test_matrices_that_a_layer_uses_whole_are_refused_before_anything_is_traced(name, mixer):
+    model = adapted(dataclasses.replace(WIDE, attention=choice("mixer", mixer)()), MIXED[name])
+    with pytest.raises(ValueError, match=r"\S+ is used whole by its layer, and adapter:"):
+        parameter_table(model)
 
 
 def test_a_mixture_is_not_folded():

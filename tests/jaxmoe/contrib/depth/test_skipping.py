@@ -258,7 +258,9 @@ def test_steps_that_cannot_skip_are_refused(skipping, given, accumulation, form,
 
 def test_an_adapter_of_several_draws_is_refused():
     model = dataclasses.replace(FOUR, adapter=RemixConfig())
-    message = "^adapter:remix trains a router by the losses of several draws, and training.skipping"
+    message = (
+        "^model.adapter:remix trains a router by the losses of several draws, and training.skipping"
+    )
     with pytest.raises(ValueError, match=message):
         _step(ExecutionConfig(), 4, model=model, skipping=SkippingConfig())
 
