@@ -39,7 +39,7 @@ MOST_UNROLLED = 4
 
 _ONE_GROUP_A_STAGE = InterleavedConfig()
 
-Remat = Literal["none", "full", "dots", "offload"]
+Remat = Literal["none", "dots", "kernels", "attention", "full", "offload"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +95,9 @@ class ExecutionConfig:
     precision: PrecisionPolicy = PrecisionPolicy()
     """Dtypes of parameters, products and caches."""
     remat: Remat = "none"
-    """Values that the backward pass recomputes: none; each whole block; all but matrix products; or
-    each whole block, from an input kept in host memory."""
+    """Values that the backward pass recomputes, from less to more: none; all but matrix products
+    and what the kernels of attention and experts keep; all but the latter; all but what attention
+    keeps; each whole block; or each whole block, from an input kept in host memory."""
     remat_dense: Remat | None = None
     """The same for layers without routed experts; when None, as `remat`."""
     offload: OffloadConfig | None = None

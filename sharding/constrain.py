@@ -330,8 +330,7 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
         y = y.astype(wide)
         return jnp.einsum(subscripts, lhs, y, preferred_element_type=dtype)
 
-    @jax.custom_vjp
-    def project(x: Array, weight: Array) -> Array:
+    def multiply(x: Array, weight: Array) -> Array:
         return product(subscripts, x, weight, dtype)
 
     def backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
@@ -341,7 +340,9 @@ def _local_einsum(subscripts: str, x: Array, weight: Array, dtype: Any) -> Array
         d_x = product(f"{result},{second}->{first}", gradient, weight, x.dtype)
         return d_x, product(f"{first},{result}->{second}", x, gradient, weight.dtype)
 
-    project.defvjp(lambda x, weight: (project(x, weight), (x, weight)), backward)
+    project = jax.custom_vjp(multiply)
+    # Not `project` again: a remat policy would not see the product in it, and keep nothing.
+    project.defvjp(lambda x, weight: (multiply(x, weight), (x, weight)), backward)
     return project(match_varying(x, weight), match_varying(weight, x))
 
 
@@ -356,15 +357,15 @@ def _widened_einsum(
     """Return `jnp.einsum` in a wider dtype, whose gradient is rounded to that of the factors."""
     einsum = partial(jnp.einsum, subscripts, out_sharding=spec)
 
-    @jax.custom_vjp
-    def project(x: Array, weight: Array) -> Array:
+    def multiply(x: Array, weight: Array) -> Array:
         return einsum(x, weight, preferred_element_type=dtype)
 
     def backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
         _, pull = jax.vjp(einsum, *operands)
         return pull(gradient.astype(operands[0].dtype))
 
-    project.defvjp(lambda x, weight: (project(x, weight), (x, weight)), backward)
+    project = jax.custom_vjp(multiply)
+    project.defvjp(lambda x, weight: (multiply(x, weight), (x, weight)), backward)
     return project(x, weight)
 
 

@@ -25,6 +25,7 @@ from experiments.cli.tables import text_table
 from experiments.plan.units import size_in_words
 from experiments.recipes import RECIPES
 from jaxmoe.configs import to_json
+from jaxmoe.execution import Remat
 from jaxmoe.planning.compile_ahead import CompilerRefusal, in_child
 from jaxmoe.planning.compilers.topologies import check_compiler
 from jaxmoe.planning.hardware import Topology, parse_topology
@@ -46,6 +47,8 @@ class CompiledBenchConfig:
     """Devices, which need not be attached."""
     sequences: int = 1
     """Sequences on each device."""
+    remat: Remat | None = None
+    """What this library computes again; None for the recipe's, as MaxText does."""
     peer: Literal["maxtext", "none"] = "maxtext"
     """Library to compare with."""
     python: str = ""
@@ -100,7 +103,8 @@ def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
     number = topology.num_devices
     python = config.python or sys.executable
     run = RECIPES[config.recipe]()
-    execution = dataclasses.replace(run.execution, mesh=MeshConfig(data=number))
+    remat = config.remat or run.execution.remat
+    execution = dataclasses.replace(run.execution, mesh=MeshConfig(data=number), remat=remat)
     training = dataclasses.replace(
         run.training, batch_size=number * config.sequences, accumulation=1
     )

@@ -87,6 +87,8 @@ class MixerActivations:
     """Everything that the backward pass reads, which remat "none" keeps."""
     working: float
     """Arrays that exist at one time in the backward pass of the layer."""
+    named: float = 0.0
+    """Results of its kernel, which remat "kernels" keeps."""
 
 
 _HEAD_ARRAYS = 10
@@ -274,6 +276,7 @@ class AttentionMixer(MixerBase):
             output=output,
             kept=2 * projected + output + 4 * number,
             working=_HEAD_ARRAYS * output,
+            named=output + 4 * number,
         )
 
 

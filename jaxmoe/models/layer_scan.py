@@ -26,6 +26,9 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
 from jaxmoe.models.streamed_scan import StreamedScan
 from jaxmoe.routing import RouterStatistics
+from pallas_kernels.flash_attention import ATTENDED
+from pallas_kernels.grouped_swiglu import HIDDEN
+from sharding.expert_parallel.permute import ORDER
 
 
 class Cycle(nn.Module):
@@ -289,8 +292,12 @@ def remat_policy(remat: Remat) -> Any:
             offload_src="device",
             offload_dst="pinned_host",
         )
-    dots = policies.dots_with_no_batch_dims_saveable
-    return policies.save_from_both_policies(dots, secondary)
+    if remat == "attention":
+        return policies.save_only_these_names(SECONDARY, ATTENDED)
+    kernels = policies.save_only_these_names(SECONDARY, ATTENDED, HIDDEN, ORDER)
+    if remat == "kernels":
+        return kernels
+    return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, kernels)
 
 
 def _part(tree: Any, numbers: range) -> Any:

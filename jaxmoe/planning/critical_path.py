@@ -56,9 +56,10 @@ def stage_times(plan: StepPlan, chip: Chip) -> StageTimes:
     rate = chip.flops * chip.efficiency * plan.mesh.size
     forward = backward = 0.0
     for stack in ModelParts.of(plan.model).staged.stacks:
-        once = sizes.layout.flops.by_stack[stack.path] / 3 * plan.tokens / plan.accumulation / rate
-        forward += once
-        backward += once * (4 if sizes.remat(stack) in ("full", "offload") else 3)
+        flops = sizes.layout.flops.by_stack[stack.path]
+        seconds = plan.tokens / plan.accumulation / rate
+        forward += flops.total / 3 * seconds
+        backward += (flops.total + flops.again(sizes.remat(stack))) * seconds
     ticks = pipeline_counts.forward + pipeline_counts.backward
     return StageTimes(
         forward=forward, backward=backward, send=seconds_of(sent, sizes.mesh, chip) / ticks

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 
 from jax.sharding import PartitionSpec
 
+from jaxmoe.execution import Remat
 from jaxmoe.models.flops import flops_per_token, matmul_parameters, stack_mixing_flops
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec, ParameterTable
@@ -63,11 +64,46 @@ class ParameterShares:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StackFlops:
+    """FLOPs of a token in the layers of a stack, forward and backward, nothing recomputed."""
+
+    products: float
+    """Of matrices that every token meets."""
+    experts: float
+    """Of the matrices of routed experts."""
+    mixing: float
+    """Of attention, recurrences and the mixing of residual streams."""
+    is_recurrent: bool
+    """Whether the mixer is recurrent, whose kernels keep nothing by name."""
+
+    @property
+    def total(self) -> float:
+        """FLOPs of all of them."""
+        return self.products + self.experts + self.mixing
+
+    def again(self, remat: Remat) -> float:
+        """Return the FLOPs that the backward pass computes again.
+
+        The last of an expert's three products is not: its gradient needs none of its results.
+
+        Args:
+            remat: Rematerialisation of the layers.
+        """
+        if remat == "none":
+            return 0.0
+        products = 0.0 if remat == "dots" else self.products
+        experts = 0.0 if remat in ("dots", "kernels") else self.experts * 2 / 3
+        keeps_attention = remat in ("dots", "kernels", "attention")
+        mixing = 0.0 if keeps_attention and not self.is_recurrent else self.mixing
+        return (products + experts + mixing) / 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFlops:
     """FLOPs of a token, forward and backward, nothing recomputed."""
 
     total: float
-    by_stack: dict[str, float]
+    by_stack: dict[str, StackFlops]
     """FLOPs in the layers of a stack, by its path."""
 
     @classmethod
@@ -76,9 +112,16 @@ class TokenFlops:
         model, table, length = plan.model, plan.table, plan.sequence_length
         by_stack = {}
         for stack in model.stacks:
-            rows = tuple(row for row in table if row.path.startswith(f"{stack.path}/"))
-            products = 6.0 * matmul_parameters(model, ParameterTable(rows))
-            by_stack[stack.path] = products + stack_mixing_flops(model, stack, length)
+            rows = [row for row in table if row.path.startswith(f"{stack.path}/")]
+            routed = [row for row in rows if ax.EXPERTS in row.declaration.axes]
+            experts = 6.0 * matmul_parameters(model, ParameterTable(tuple(routed)))
+            total = 6.0 * matmul_parameters(model, ParameterTable(tuple(rows)))
+            by_stack[stack.path] = StackFlops(
+                products=total - experts,
+                experts=experts,
+                mixing=stack_mixing_flops(model, stack, length),
+                is_recurrent=stack.kind.mixer.is_recurrent,
+            )
         return cls(total=flops_per_token(model, table, length), by_stack=by_stack)
 
 

@@ -33,7 +33,8 @@ b bytes per value,
 Attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
 sequence (the compiler hoists it). What a mixer keeps and needs at a time, its config states
 (`activations`): attention about ten arrays [T N H]. Saved per layer: with remat "full" the input;
-with "dots" the dense products as well; with "none" everything that the backward pass reads,
+with "attention" its output as well, with "kernels" also 2 A F b of experts, with "dots" also the
+dense products; with "none" everything that the backward pass reads,
 gathered expert weights included; of experts 2 A F b, and where rows that travel are kept, or no
 loop is left, A D b. On a CPU an unrolled loop saves as with "none", whatever remat says, and of
 experts that are spread three arrays [A F] of the backward pass, which its compiler computes as soon
@@ -57,6 +58,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.execution import Remat
 from jaxmoe.layers.context import heads_of
 from jaxmoe.models.stacks import LayerStack, Scan
 from jaxmoe.parameters import ParameterSpec
@@ -280,37 +282,50 @@ def _gradients(sizes: Sizes, rows: Iterable[ParameterSpec], platform: Platform) 
 
 def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platform) -> float:
     plan = sizes.plan
-    model, execution = plan.model, plan.execution
-    token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
-    stream = token * model.embed_dim
     secondary = 0.0
-    if execution.state_layout.gathered == "replica":
+    if plan.execution.state_layout.gathered == "replica":
         copies = sizes.devices(sizes.pieces(ax.REPLICA))
         secondary = _of_held(plan, shares_of_stacks, sizes.local) * copies * sizes.itemsize
     total = secondary
     for share in shares_of_stacks:
         is_loop = _is_loop(plan, share.stack, platform)
-        remat, num_layers = sizes.remat(share.stack) if is_loop else "none", share.layers
-        if remat in ("full", "offload"):  # "offload" keeps them on the host
-            inputs = model.residual.arrays * stream
-            total += num_layers * inputs if remat == "full" else 0.0
-            continue
-        mixer, fed = sizes.activations(share.stack), share.stack.kind.feed_forward.sizes
-        total += num_layers * 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
-        if remat == "dots":
-            streams = 1 + model.residual.arrays
-            total += num_layers * (streams * stream + sizes.inner_tokens * mixer.projected)
-            continue
-        traits = execution.dispatcher.traits
-        is_ahead = not is_loop and traits.spreads_experts
-        is_sent = sizes.devices(sizes.expert_axes) > 1
-        has_rows = _is_unrolled(plan, share.stack) or (is_sent and execution.dispatcher.keeps_rows)
-        width = (5 if is_ahead else 2) * fed.expert_dim + (model.embed_dim if has_rows else 0)
-        rows = sizes.places(fed) * sizes.itemsize * width + token * fed.read_dim
-        streams = 3 + model.residual.arrays
-        total += num_layers * (streams * stream + sizes.inner_tokens * mixer.kept + rows)
-        total += _of_held(plan, [share], sizes.in_use, ax.EXPERTS) * sizes.itemsize
+        remat = sizes.remat(share.stack) if is_loop else "none"
+        total += share.layers * _save_layer(sizes, share.stack, remat, is_loop=is_loop)
+        if remat == "none":
+            total += _of_held(plan, [share], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total
+
+
+def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, *, is_loop: bool) -> float:
+    """Return the activations that one layer keeps for its backward pass."""
+    model, execution = sizes.plan.model, sizes.plan.execution
+    token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
+    stream = token * model.embed_dim
+    inputs = model.residual.arrays * stream
+    mixer, fed = sizes.activations(stack), stack.kind.feed_forward.sizes
+    dense = 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
+    rows = sizes.places(fed) * sizes.itemsize
+    attention = sizes.inner_tokens * mixer.named
+    kernels = attention + rows * 2 * fed.expert_dim
+    match remat:
+        case "offload":  # the host keeps them
+            return 0.0
+        case "full":
+            return inputs
+        case "attention":
+            return inputs + attention
+        case "kernels":
+            return inputs + kernels
+        case "dots":
+            products = stream + sizes.inner_tokens * mixer.projected + dense
+            return inputs + products + kernels
+        case "none":
+            is_ahead = not is_loop and execution.dispatcher.traits.spreads_experts
+            is_sent = sizes.devices(sizes.expert_axes) > 1 and execution.dispatcher.keeps_rows
+            has_rows = _is_unrolled(sizes.plan, stack) or is_sent
+            width = (5 if is_ahead else 2) * fed.expert_dim + (model.embed_dim if has_rows else 0)
+            kept = sizes.inner_tokens * mixer.kept + rows * width + token * fed.read_dim
+            return inputs + 3 * stream + kept + dense
 
 
 def _is_loop(plan: StepPlan, stack: LayerStack, platform: Platform) -> bool:

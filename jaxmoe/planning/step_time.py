@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts the time of a train step from its FLOPs, its memory traffic and its messages.
 
-    compute        (4/3 under remat "full") * model FLOPs / devices / (peak * efficiency)
+    compute        (model FLOPs + those of remat) / devices / (peak * efficiency)
     memory         bytes read and written / bandwidth
     communication  sum over axes of  messages * latency + bytes / bandwidth of the axis
     hidden         min(communication that may be hidden, overlap * max(compute, memory))
@@ -12,8 +12,9 @@
                    max(compute, memory, communication, host, disk) if everything overlapped
 
 With stages, which recompute the forward pass of every group from its kept input, the layers of the
-stages take a third longer (FLOPs: 4 for 3; 5 under remat "full") and 1 + bubble times that; other
-layers are computed by all stages alike, those before the stages forward once more.
+stages take a third longer (FLOPs: 4 for 3, and those of remat) and 1 + bubble times that; other
+layers are computed by all stages alike, those before the stages forward once more. What remat
+computes again: `StackFlops.again`.
 
 Weights are gathered for the next layer and gradients reduced for the last one, so their messages
 may be under way beside products; those of tensor, attention, rows and stages are waited for. XLA
@@ -166,15 +167,15 @@ def executed_flops(sizes: Sizes) -> float:
     total = sizes.layout.flops.total * plan.tokens
     for stack in sizes.stacks:
         # Three passes: one forward, and backward the time of two.
-        flops = sizes.layout.flops.by_stack[stack.path] * plan.tokens
-        again = 1 / 3 if sizes.remat(stack) in ("full", "offload") else 0.0
+        flops = sizes.layout.flops.by_stack[stack.path]
+        again = flops.again(sizes.remat(stack))
         if stages == 1:
-            total += flops * again
+            total += again * plan.tokens
             continue
         passes = sizes.stack_passes(stack)
         useful = plan.accumulation * stack.num_layers
-        executed = passes.time / 3 + passes.trained * again
-        total += flops * (stages * executed / useful - 1)
+        executed = passes.time / 3 * flops.total + passes.trained * again
+        total += plan.tokens * (stages * executed / useful - flops.total)
     return total
 
 

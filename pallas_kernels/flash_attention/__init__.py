@@ -4,5 +4,6 @@
 
 from pallas_kernels.flash_attention.api import OPERATION, flash_attention
 from pallas_kernels.flash_attention.largest_logits import largest_logits
+from pallas_kernels.flash_attention.residuals import ATTENDED
 
-__all__ = ["OPERATION", "flash_attention", "largest_logits"]
+__all__ = ["ATTENDED", "OPERATION", "flash_attention", "largest_logits"]

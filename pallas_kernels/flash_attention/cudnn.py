@@ -30,6 +30,7 @@ from pallas_kernels.flash_attention.kernels import (
     softmax_delta,
 )
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.residuals import name_results
 from pallas_kernels.gpu.capability import capability_or_none
 from pallas_kernels.gpu.choice import reason_against_gpu
 from pallas_kernels.jax_versions import match_varying
@@ -185,7 +186,7 @@ def attend(operands: AttentionOperands) -> tuple[Float[Array, "B S N Hv"], Float
 
 def _forward(q, k, v, tokens, rules):
     q, k, v, tokens = jax.tree.map(lambda x: x.value, (q, k, v, tokens))
-    out, lse = attend(AttentionOperands(q, k, v, tokens, rules))
+    out, lse = name_results(*attend(AttentionOperands(q, k, v, tokens, rules)))
     return (out, lse), (q, k, v, tokens, out, lse)
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Float32
 from pallas_kernels.flash_attention.mask import Rules, Tokens
+from pallas_kernels.flash_attention.residuals import name_results
 
 
 class AttentionOperands(NamedTuple):
@@ -76,7 +77,7 @@ def softmax_delta(
 
 
 def _forward(q, k, v, tokens, rules, kernels):
-    out, lse = kernels.attend(AttentionOperands(q, k, v, tokens, rules))
+    out, lse = name_results(*kernels.attend(AttentionOperands(q, k, v, tokens, rules)))
     return (out, lse), (q, k, v, tokens, out, lse)
 
 

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins the two passes of a ring to one differentiable function.
 
-Only q, k, v, out and lse are kept from the forward pass.
+Only q, k, v, out and lse are kept from the forward pass, the last two under the name of
+flash_attention's results.
 """
 
 import functools
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.array_types import Array, Float
+from pallas_kernels.flash_attention.residuals import name_results
 
 
 class RingInputs(NamedTuple):
@@ -46,7 +48,7 @@ def attend(inputs: RingInputs, ring: Any, passes: RingPasses) -> Float[Array, "B
 
 
 def _forward(inputs, ring, passes):
-    out, lse = passes.attend(inputs, ring)
+    out, lse = name_results(*passes.attend(inputs, ring))
     return out, (inputs, out, lse)
 
 

@@ -20,7 +20,7 @@ import functools
 import pathlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
 from jaxmoe.data import Batch, MarkovConfig
-from jaxmoe.execution import ExecutionConfig, KernelsConfig, OffloadConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig, OffloadConfig, Remat
 from jaxmoe.models.config import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -280,7 +280,7 @@ def draw_execution(rng: np.random.Generator) -> ExecutionConfig:
         sequence_parallel=form,
         kernels=draw_kernels(rng),
         precision=draw_precision(rng),
-        remat=pick(rng, ("none", "full", "dots", "offload")),
+        remat=pick(rng, get_args(Remat)),
         offload=pick(rng, (None, None, None, OffloadConfig())),
         unroll=pick(rng, (1, 1, 2)),
         telemetry=pick(rng, ("brief", "detailed")),

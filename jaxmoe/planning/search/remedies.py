@@ -38,6 +38,8 @@ def remedies(candidate: Candidate, chip: Chip) -> dict[str, float]:
         changes[flag] = plan.on(dataclasses.replace(execution, **fields))
 
     if execution.remat in ("none", "dots"):
+        execute("--execution.remat kernels", remat="kernels")
+    if execution.remat in ("none", "dots", "kernels", "attention"):
         execute("--execution.remat full", remat="full")
     if chip.platform != "cpu" and execution.remat != "offload":
         execute("--execution.remat offload", remat="offload")

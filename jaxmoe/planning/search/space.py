@@ -69,7 +69,7 @@ EVERYTHING = Space(
         AllGatherConfig(),
     ),
     pipelines=(None, *(InterleavedConfig(chunks=chunks) for chunks in (2, 4))),
-    remats=("none", "dots", "full"),
+    remats=("none", "dots", "kernels", "attention", "full"),
     has_folds=True,
     has_micro_batches=True,
 )
@@ -163,11 +163,13 @@ def _arrangement(
 
 
 def _remats(plan: StepPlan, space: Space) -> tuple[RematPair, ...]:
-    """Return a remat for all layers, and where the model has both kinds one for each."""
+    """Return a remat for all layers, and where the model has both kinds one for each; dense layers,
+    which are few beside others, have no other of their own than those below."""
     alike: list[RematPair] = [(remat, None) for remat in space.remats]
     if len({kind.feed_forward.is_routed for kind in plan.model.kinds}) < 2:
         return tuple(alike)
-    mixed: list[RematPair] = [(a, b) for a in space.remats for b in space.remats if a != b]
+    of_dense = [remat for remat in ("none", "dots", "full") if remat in space.remats]
+    mixed: list[RematPair] = [(a, b) for a in space.remats for b in of_dense if a != b]
     return (*alike[:1], *mixed, *alike[1:])
 
 

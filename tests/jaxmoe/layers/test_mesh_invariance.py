@@ -10,6 +10,7 @@ rematerialisation, padding and splitting of the batch.
 import dataclasses
 import functools
 import itertools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.layers.feed_forwards.moe import layer
 from jaxmoe.layers.feed_forwards.moe.layer import MoE
 from jaxmoe.layers.records import RoutingInputs
@@ -25,8 +26,10 @@ from jaxmoe.models.embedding import head_weight
 from jaxmoe.models.transformer import Transformer
 from jaxmoe.routing import GATES, CapacityConfig, SoftmaxTopKConfig, SqrtGateConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
+from sharding import MeshConfig, make_mesh
 from sharding.axes import BATCH_AXES
 from sharding.distributed import global_batch
+from sharding.sequence_parallel import RingConfig
 from sharding.state_layouts import STATE_LAYOUTS
 from tests.support import dense_moe
 from tests.support.losses import summed_nll
@@ -159,7 +162,13 @@ def test_loss_and_gradients_equal_in_a_user_auto_mesh():
     assert_close(result, on_one_device(MODEL), "end_to_end")
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "full",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dots", "kernels", "attention")),
+    ],
+)
 def test_loss_and_gradients_equal_under_remat(remat):
     """Statistics too: they are returned, so that recomputing a layer does not count it twice."""
     tokens, targets = tokens_for(MODEL)
@@ -168,6 +177,38 @@ def test_loss_and_gradients_equal_under_remat(remat):
     assert_close(result, on_one_device(MODEL), "end_to_end")
     counts = result[0][1]["statistics"].counts
     assert counts.sum(-1).tolist() == [BATCH * LENGTH * MODEL.moe.top_k] * 2
+
+
+def test_each_remat_computes_its_products_again():
+    """Queries, keys, values, gates of heads, output, shared experts, router: once each; attention:
+    two for its scores and sums; routed experts: the first of their products."""
+    tokens, targets = tokens_for(MODEL)
+    batch = {"tokens": tokens, "targets": targets}
+
+    def products(remat):
+        function = loss_and_gradients(MODEL, ExecutionConfig(remat=remat))
+        return function.lower(values_of(MODEL), batch).as_text().count("dot_general")
+
+    least = products("none")
+    again = {remat: products(remat) - least for remat in get_args(Remat)}
+    expected = {"none": 0, "dots": 0, "kernels": 7, "attention": 8, "full": 10, "offload": 10}
+    assert again == expected
+
+
+@pytest.mark.slow
+def test_attention_over_a_ring_is_sent_again_only_where_nothing_is_kept():
+    sizes = MeshConfig(data=4, seq=2)
+    with jax.set_mesh(mesh := make_mesh(sizes)):
+        tokens, targets = map(np.asarray, tokens_for(MODEL))
+        batch = global_batch({"tokens": tokens, "targets": targets}, mesh)
+
+        def messages(remat):
+            form = RingConfig(layout="contiguous")
+            execution = ExecutionConfig(mesh=sizes, remat=remat, sequence_parallel=form)
+            function = loss_and_gradients(MODEL, execution)
+            return function.lower(values_of(MODEL), batch).as_text().count("collective_permute")
+
+        assert messages("none") == messages("kernels") == messages("attention") < messages("full")
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_times_of_a_stage_are_those_of_the_predicted_step(remat):
     (stack,) = model.stacks
     sizes = Sizes.of(plan)
     outside = flops_per_token(model, plan.table, plan.sequence_length)
-    outside -= sizes.layout.flops.by_stack[stack.path]
+    outside -= sizes.layout.flops.by_stack[stack.path].total
     layers = executed_flops(sizes) - outside * plan.tokens
     assert ticks == pytest.approx(layers / 8 / (chip.flops * chip.efficiency), rel=1e-9)
     time = predict_time(plan, chip)

@@ -57,7 +57,9 @@ def test_memory_of_mixed_layers_is_the_sum_by_hand():
     memory = estimate_memory(mixed_plan(remat="dots"), "cpu")
     latent, grouped = 16 * (2 + 2 * 2) * 10, 16 * (4 + 2 * 2) * 6
     streams, dense = 5 * 2 * 16 * 16, 3 * 16 * (20 + 2 * 12)
-    assert memory.saved == streams + 3 * latent + 2 * grouped + dense
+    attention = 3 * 16 * (2 * 10 + 2) + 2 * 16 * (4 * 6 + 4)
+    products = streams + 3 * latent + 2 * grouped + dense
+    assert memory.saved == products + attention + 2 * 16 * 4 * 2 * 12
     # The layers with experts need most, although the other mixer has wider heads.
     assert memory.layer == 16 * (10 * 2 * 10 + 4 * 16)
     weights, rows = 2 * 3 * 16 * 12, 2 * 4 * 2

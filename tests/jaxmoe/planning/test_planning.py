@@ -33,7 +33,7 @@ from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.planning.mesh_axes import axes_of_groups
 from jaxmoe.planning.search import Space, enumerate_meshes, on_mesh, remedies, search
 from jaxmoe.planning.sizes import Sizes
-from jaxmoe.planning.step_time import predict_time
+from jaxmoe.planning.step_time import executed_flops, predict_time
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.scaling.initialize import parameter_table
@@ -252,6 +252,22 @@ def test_state_in_host_memory_comes_to_the_device_in_parts():
     assert moments > 0.9 * device.optimizer
     assert whole.update - device.update == moments
     assert estimate_memory(cut, "tpu").update - device.update == pytest.approx(moments / 4)
+
+
+REMATS = ("none", "dots", "kernels", "attention", "full")
+
+
+def test_each_remat_keeps_less_and_computes_more_than_the_one_before():
+    plans = [plan_of(WIDE, batch_size=8, length=64, remat=remat) for remat in REMATS]
+    saved = [estimate_memory(plan, "tpu").saved for plan in plans]
+    flops = [executed_flops(Sizes.of(plan)) for plan in plans]
+    assert saved == sorted(set(saved), reverse=True)
+    assert flops[0] == flops[1] and flops[1:] == sorted(set(flops[1:]))
+    # All but the last product of an expert, whose result nothing of the backward pass reads.
+    layers = plans[0].model.stacks[0].path
+    of_layer = Sizes.of(plans[0]).layout.flops.by_stack[layers]
+    assert of_layer.again("full") == pytest.approx((of_layer.total - of_layer.experts / 3) / 3)
+    assert of_layer.again("kernels") == pytest.approx(of_layer.products / 3)
 
 
 def test_an_unrolled_loop_saves_on_a_cpu_whatever_remat_says():

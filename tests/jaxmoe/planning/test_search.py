@@ -34,7 +34,7 @@ SPACE = Space(
     rules=("fully_sharded", "zero2", "hybrid"),
     dispatchers=(LocalConfig(), AllToAllConfig()),
     pipelines=(InterleavedConfig(), InterleavedConfig(chunks=2)),
-    remats=("none", "dots", "full"),
+    remats=("none", "dots", "kernels", "attention", "full"),
     has_folds=True,
     has_micro_batches=True,
 )

@@ -188,7 +188,7 @@ def _replayed() -> tuple[Any, dict[str, Any]]:
 _STEPS = {
     **{
         f"remat_{remat}": functools.partial(_single, mesh={"data": 2}, remat=remat)
-        for remat in ("none", "full", "dots", "offload")
+        for remat in ("none", "dots", "kernels", "attention", "full", "offload")
     },
     "remat_dense": lambda: _single(mesh={"data": 2}, remat="none", remat_dense="full"),
     "unrolled": lambda: _single(unroll=2),
