@@ -68,11 +68,11 @@ class StackFlops:
     """FLOPs of a token in the layers of a stack, forward and backward, nothing recomputed."""
 
     products: float
-    """Of matrices that every token meets."""
+    """Products with matrices that every token meets."""
     experts: float
-    """Of the matrices of routed experts."""
+    """Products with the matrices of routed experts."""
     mixing: float
-    """Of attention, recurrences and the mixing of residual streams."""
+    """Attention, recurrences and the mixing of residual streams."""
     is_recurrent: bool
     """Whether the mixer is recurrent, whose kernels keep nothing by name."""
 

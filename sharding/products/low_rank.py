@@ -156,9 +156,8 @@ class LowRank:
         """
         if self.mix is not None:
             raise ValueError(
-                f"a matrix {self.shape} has additions that are mixed for each token, and this layer"
-                " uses its matrices whole: leave its roles out of model.adapter.targets.roles, or"
-                " take adapter:lora"
+                f"a matrix {self.shape} has additions that are mixed for each token, which no one"
+                " matrix can be: leave it out of the targets of the adapter"
             )
         batch = tuple(range(self.num_batch))
         product = jax.lax.dot_general(

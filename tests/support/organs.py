@@ -50,6 +50,8 @@ REASONS: Final[dict[str, str]] = {
     " products of a dtype of its own, as one of another package may",
     "ReplicasKind.adapt": "only the plan makes optimisers, before workers; 1-bit Adam receives its"
     " momentum from them",
+    "StepPart.check": "a step made without the config of a run, whose rows are not read then,"
+    " refuses a part with which it cannot be",
     "StepPart.reads_row_losses": "backpropagation keeps the losses of rows only where a part reads"
     " them",
     # Runs.
