@@ -197,7 +197,7 @@ class FilesStep:
     def __init__(self, step: Step, files: PartFiles | None):
         self._step = step
         self._files = files
-        self._begin = jax.jit(self._begun)
+        self._begin: Any = jax.jit(self._begun)
         self._update = functools.lru_cache(maxsize=None)(self._updater)
         self._accept = jax.jit(self._accepted, donate_argnums=0)
         self._refuse = jax.jit(self._refused, donate_argnums=0)

@@ -168,7 +168,7 @@ def _remats(plan: StepPlan, space: Space) -> tuple[RematPair, ...]:
     alike: list[RematPair] = [(remat, None) for remat in space.remats]
     if len({kind.feed_forward.is_routed for kind in plan.model.kinds}) < 2:
         return tuple(alike)
-    of_dense = [remat for remat in ("none", "dots", "full") if remat in space.remats]
+    of_dense: list[Remat] = [remat for remat in space.remats if remat in ("none", "dots", "full")]
     mixed: list[RematPair] = [(a, b) for a in space.remats for b in of_dense if a != b]
     return (*alike[:1], *mixed, *alike[1:])
 
