@@ -272,7 +272,7 @@ def best_phases(config: AdviseConfig, cost: Roofline) -> Phases | None:
     def within(prefill: int, decode: int, rate: float) -> float:
         workload = dataclasses.replace(config.workload, rate=rate)
         simulation = Simulation(
-            workload.arrivals(objective, facts.max_length),
+            workload.stream(objective, facts.max_length),
             facts,
             SplitFuseConfig(),
             cost,

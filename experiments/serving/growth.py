@@ -21,5 +21,9 @@ def simulate_requests(number: int) -> Callable[[], object]:
     cost = Roofline(sizes=ModelSizes.of(PRESETS["olmoe_1b_7b"]()), chip=CHIPS["v5e"])
     facts = Facts(num_pages=4096, page_size=16, max_running=64, max_length=4096, cost=cost)
     workload = WORKLOADS["gamma"](rate=20.0, requests=number)
-    arrivals = workload.arrivals(LatencyObjective(), 4096)
-    return Simulation(arrivals, facts, BATCHING["split_fuse"](), cost).run
+
+    def simulate() -> Simulation:
+        arrivals = workload.stream(LatencyObjective(), 4096)
+        return Simulation(arrivals, facts, BATCHING["split_fuse"](), cost).run()
+
+    return simulate

@@ -33,9 +33,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.cli import flags as cli
@@ -308,10 +309,10 @@ def simulate(
         _simulation((), facts, names, cost, config.instances)
     for rate in config.rates:
         workload = dataclasses.replace(config.workload, rate=rate * config.instances)
-        arrivals = workload.arrivals(objective, facts.max_length)
+        draw = functools.partial(workload.stream, objective, facts.max_length)
         for names in itertools.product(*chosen):
             shown = [n for n, all_ in zip(names[1:], chosen[1:], strict=True) if len(all_) > 1]
-            measures = measure(_run(arrivals, facts, names, cost, config.instances))
+            measures = measure(_run(draw, facts, names, cost, config.instances))
             yield {
                 "policy": " ".join((names[0], *shown)),
                 "rate": workload.rate,
@@ -320,7 +321,7 @@ def simulate(
 
 
 def _run(
-    arrivals: Sequence[Arrival],
+    draw: Callable[[], Iterable[Arrival]],
     facts: Facts,
     names: tuple[str, ...],
     cost: Roofline,
@@ -330,14 +331,14 @@ def _run(
 
     def pilot() -> Mapping[Any, float]:
         fixed = (*names[:3], "fixed")
-        return _simulation(arrivals, facts, fixed, cost, instances).run().seconds_of_roles
+        return _simulation(draw(), facts, fixed, cost, instances).run().seconds_of_roles
 
     dispatch = policy("dispatch", names[1]).after_pilot(pilot)
-    return _simulation(arrivals, facts, names, cost, instances, dispatch).run()
+    return _simulation(draw(), facts, names, cost, instances, dispatch).run()
 
 
 def _simulation(
-    arrivals: Sequence[Arrival],
+    arrivals: Iterable[Arrival],
     facts: Facts,
     names: tuple[str, ...],
     cost: Roofline,

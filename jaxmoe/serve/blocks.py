@@ -35,15 +35,22 @@ def root_name(adapter: str = "", salt: str = "") -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def page_name(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the name of a full page.
+def page_names(parent: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """Return the names of the full pages of some tokens, a chain.
 
     Args:
-        parent: Name of the page before it, or `root_name`.
-        tokens: The G tokens of the page.
+        parent: Name of the page before them, or `root_name`.
+        tokens: Tokens; those behind the last full page have no name.
+        page_size: Tokens of a page.
     """
-    content = array.array("q", tokens).tobytes()
-    return hashlib.blake2b(parent + content, digest_size=16).digest()
+    contents = array.array("q", tokens)
+    size = page_size * contents.itemsize
+    content = contents.tobytes()
+    names: list[bytes] = []
+    for begin in range(0, len(content) - size + 1, size):
+        parent = hashlib.blake2b(parent + content[begin : begin + size], digest_size=16).digest()
+        names.append(parent)
+    return names
 
 
 def num_pages(num_tokens: int, page_size: int) -> int:

@@ -24,11 +24,12 @@ class Draft:
         self.evicted: list[Eviction] = []
         self._ledger = view.ledger()
         self._running = {sequence.id: sequence for sequence in view.running}
-        self._held = {sequence.id: len(sequence.pages) for sequence in view.running}
-        self._computed = {sequence.id: sequence.computed for sequence in view.running}
+        self._held: dict[int, int] = {}  # pages of those that have entered or grown
+        self._computed: dict[int, int] = {}  # tokens of those that have entered
         self._used: set[int] = set()
         self._admitted: list[int] = []
         self._restored: list[int] = []
+        self._entered: set[int] = set()  # both
         self._away = list[Sequence]()
         self._singles: list[int] = []
         self._pieces: list[PromptPiece] = []
@@ -39,26 +40,39 @@ class Draft:
         """Sequences that run after what was drafted so far, and those that move."""
         return len(self._running) + len(self.view.busy) + self.view.num_moving
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as many sequences run as may, so that nothing that waits can be admitted."""
+        return self.num_running >= self.view.facts.max_running
+
     def running(self, keep: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
         """Return the running sequences without work so far, in order.
 
         Args:
             keep: Which of them to return.
         """
-        return [o for o in self._running.values() if o.id not in self._used and keep(o)]
+        used = self._used
+        return [o for o in self._running.values() if o.id not in used and keep(o)]
 
     def decoding(self) -> list[Sequence]:
         """Return the running sequences without work of which one token is left."""
-        return self.running(lambda sequence: self.left(sequence) == 1)
+        used = self._used
+        running = self._running.values()
+        if self._computed or used:
+            return [o for o in running if o.id not in used and self._num_left(o) == 1]
+        return [o for o in running if len(o.tokens) - o.computed == 1]
 
     def prompts(self) -> list[Sequence]:
         """Return the running sequences without work of which more than one token is left."""
-        return self.running(lambda sequence: self.left(sequence) > 1)
+        used = self._used
+        computed = self._computed
+        free = [o for o in self._running.values() if o.id not in used]
+        return [o for o in free if len(o.tokens) - computed.get(o.id, o.computed) > 1]
 
     def left(self, sequence: Sequence) -> int:
         """Return the tokens of a sequence until the next is drawn; cached ones do not count."""
-        if sequence.id in self._computed:
-            return len(sequence.tokens) - self._computed[sequence.id]
+        if sequence.state == "running" or sequence.id in self._computed:
+            return self._num_left(sequence)
         return len(sequence.tokens) - len(self.view.hits(sequence)) * self.view.facts.page_size
 
     def tokens(self) -> int:
@@ -68,6 +82,32 @@ class Draft:
     def counts(self) -> list[int]:
         """Return the tokens of each piece drafted so far."""
         return [piece.count for piece in self._pieces]
+
+    def decode(self, limit: int | None = None) -> list[Sequence]:
+        """Let the running sequences of which one token is left draw the next, in order.
+
+        Args:
+            limit: Sequences at most; None for all.
+
+        Returns:
+            Those that have a place.
+        """
+        shapes = self.view.facts.shapes
+        sequences = self.decoding()[:limit]
+        if shapes is not None:
+            return [sequence for sequence in sequences if self.single(sequence)]
+        drafted: list[Sequence] = []
+        running = self._running
+        for sequence in sequences:
+            id_ = sequence.id
+            has_room = sequence.computed < len(sequence.pages) * sequence.page_size
+            if has_room and id_ in running:  # as `single` without a page to take
+                self._used.add(id_)
+                self._singles.append(id_)
+                drafted.append(sequence)
+            elif self.single(sequence):
+                drafted.append(sequence)
+        return drafted
 
     def single(self, sequence: Sequence) -> bool:
         """Let a running sequence draw a token, at the cost of later ones if pages are lacking.
@@ -81,9 +121,14 @@ class Draft:
         shapes = self.view.facts.shapes
         if shapes is not None and len(self._singles) >= shapes.singles:
             return False
-        if sequence.id not in self._running or not self._grow(sequence, 1):
+        id_ = sequence.id
+        if id_ not in self._running:
             return False
-        self._singles.append(sequence.id)
+        if sequence.computed < len(sequence.pages) * sequence.page_size:
+            self._used.add(id_)  # its last page has room
+        elif not self._grow(sequence, 1):
+            return False
+        self._singles.append(id_)
         return True
 
     def piece(self, sequence: Sequence, count: int) -> int:
@@ -110,14 +155,15 @@ class Draft:
         """Admit a waiting sequence if there is a place and pages for all its tokens."""
         view = self.view
         size = self.view.facts.page_size
-        if self.num_running >= view.facts.max_running:
+        if self.is_full:
             return False
         if any(away.rank < sequence.rank for away in self._away):
             return False
         hits = view.hits(sequence)
         needed = num_pages(len(sequence.tokens) + 1, size) - len(hits)
         self._ledger.share(hits)
-        if self._ledger.free - self._promise() < needed and self.num_running:
+        is_lacking = self._ledger.free < needed or self._ledger.free - self._promise() < needed
+        if is_lacking and self.num_running:
             self._ledger.give(hits)
             return False
         self._admitted.append(sequence.id)
@@ -152,25 +198,42 @@ class Draft:
             self._restored.append(sequence.id)
             self._enter(sequence, pages, sequence.computed)
 
+    def _num_left(self, sequence: Sequence) -> int:
+        """Return the tokens of a running sequence until the next is drawn."""
+        computed = self._computed.get(sequence.id, sequence.computed)
+        return len(sequence.tokens) - computed
+
+    def _num_held(self, sequence: Sequence) -> int:
+        """Return the pages of a running sequence, those that it grows by included."""
+        return self._held.get(sequence.id, len(sequence.pages))
+
     def _enter(self, sequence: Sequence, num_pages: int, computed: int) -> None:
         self._running[sequence.id] = sequence
+        self._entered.add(sequence.id)
         self._held[sequence.id] = num_pages
         self._computed[sequence.id] = computed
 
     def _promise(self) -> int:
         """Return the pages that running prompts still need, so that admissions leave them."""
         size = self.view.facts.page_size
-        running = self._running.values()
-        return sum(max(num_pages(len(o.tokens), size) - self._held[o.id], 0) for o in running)
+        held = self._held
+        promise = 0
+        for sequence in self._running.values():
+            num_held = held.get(sequence.id) or len(sequence.pages)
+            num_tokens = len(sequence.tokens)
+            if num_tokens > num_held * size:
+                promise += num_pages(num_tokens, size) - num_held
+        return promise
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Take the pages for more tokens, preempting others; False if `sequence` had to go."""
         size = self.view.facts.page_size
-        end = self._computed[sequence.id] + count
-        needed = max(num_pages(end, size) - self._held[sequence.id], 0)
+        num_held = self._num_held(sequence)
+        end = self._computed.get(sequence.id, sequence.computed) + count
+        needed = max(num_pages(end, size) - num_held, 0)
         while self._ledger.free < needed:
-            candidates = [o for o in self.running() if o.id not in self._entered()]
-            if not candidates or sequence.id in self._entered():
+            candidates = [o for o in self.running() if o.id not in self._entered]
+            if not candidates or sequence.id in self._entered:
                 return False
             victim, kind = self.view.facts.victim(candidates)
             del self._running[victim.id]
@@ -180,9 +243,6 @@ class Draft:
             if victim is sequence:
                 return False
         self._ledger.take(needed)
-        self._held[sequence.id] += needed
+        self._held[sequence.id] = num_held + needed
         self._used.add(sequence.id)
         return True
-
-    def _entered(self) -> set[int]:
-        return {*self._admitted, *self._restored}

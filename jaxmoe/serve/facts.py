@@ -20,9 +20,12 @@ def youngest(candidates: Sequence[ServedSequence]) -> tuple[ServedSequence, Evic
     return max(candidates, key=lambda sequence: sequence.rank), "recompute"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class WorkPart:
-    """Tokens of one sequence within a step, as the cost model sees them."""
+    """Tokens of one sequence within a step, as the cost model sees them.
+
+    Not frozen: a simulator makes one for each token of an answer.
+    """
 
     count: int
     """Tokens to compute."""

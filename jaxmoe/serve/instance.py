@@ -22,7 +22,7 @@ from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import EvictionKind, Plan
 from jaxmoe.serve.queues import Queues
-from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
+from jaxmoe.serve.requests import End, EndReason, Event, Request, Token
 from jaxmoe.serve.rules import check
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep, Swap, Work
@@ -95,7 +95,7 @@ class Instance:
             return self.refuse(request, message)
         order = self.queues.submitted
         size = self.facts.page_size
-        tokens = list(request.prompt)
+        tokens = request.prompt
         self.queues.add(
             Sequence(request=request, order=order, arrived=now, page_size=size, tokens=tokens)
         )
@@ -143,20 +143,25 @@ class Instance:
         Args:
             now: Seconds on the instance's clock.
         """
+        return InstanceView(**self._visible(now))
+
+    def _visible(self, now: float) -> dict[str, Any]:
+        """Return the fields of a view."""
         running = self.queues.running.values()
-        return InstanceView(
-            now=now,
-            facts=self.facts,
-            pool=self.pool,
-            running=tuple(sequence for sequence in running if not sequence.is_busy),
-            busy=tuple(sequence for sequence in running if sequence.is_busy),
-            waiting=tuple(self.queues.waiting),
-            swapped=tuple(sorted(self.queues.swapped.values(), key=lambda sequence: sequence.rank)),
-            flying=tuple(self.flying),
-            finished=tuple(self.queues.finished),
-            has_sharing=self.has_sharing,
-            num_moving=len(self.queues.moving) + len(self.incoming),
-        )
+        swapped = self.queues.swapped.values()
+        return {
+            "now": now,
+            "facts": self.facts,
+            "pool": self.pool,
+            "running": tuple([sequence for sequence in running if not sequence.is_busy]),
+            "busy": tuple([sequence for sequence in running if sequence.is_busy]),
+            "waiting": self.queues.waiting,
+            "swapped": tuple(sorted(swapped, key=lambda sequence: sequence.rank)),
+            "flying": tuple(self.flying),
+            "finished": tuple(self.queues.finished),
+            "has_sharing": self.has_sharing,
+            "num_moving": len(self.queues.moving) + len(self.incoming),
+        }
 
     def next_steps(
         self, policy: Callable[[InstanceView], Plan], now: float
@@ -202,7 +207,7 @@ class Instance:
         if not (plan.singles or plan.pieces or out or back):
             return ()
         step = EngineStep(
-            singles=tuple(self._work(id_, 1) for id_ in plan.singles),
+            singles=tuple([self._work(id_, 1) for id_ in plan.singles]),
             pieces=tuple(self._work(piece.id, piece.count) for piece in plan.pieces),
             out=out,
             back=back,
@@ -227,8 +232,9 @@ class Instance:
         """
         self.flying = [flying for flying in self.flying if flying is not step]
         events: list[Event] = []
+        sequences = self.queues.sequences
         for work in step.works:
-            sequence = self.queues.sequences[work.id]
+            sequence = sequences[work.id]
             sequence.is_busy = False
             sequence.last_step = now
             is_written = work.draws and not sequence.is_cancelled
@@ -354,24 +360,39 @@ class Instance:
             sequence.pages += pages
 
     def _work(self, id_: int, count: int) -> Work:
+        """Take the pages of the next tokens of a sequence, and return their work.
+
+        Args:
+            id_: Running sequence.
+            count: Tokens.
+        """
         sequence = self.queues.running[id_]
-        start = sequence.computed
+        end = sequence.computed + count
         size = self.facts.page_size
-        self._grow(sequence, start + count)
-        written = sequence.pages[start // size : num_pages(start + count, size)]
-        if not all(map(self.pool.is_writable, written)):
-            raise AssertionError(f"sequence {id_} would write to a shared or named page")
+        pages = sequence.pages
+        if end > len(pages) * size:
+            self._grow(sequence, end)
+        for number in range(sequence.computed // size, (end - 1) // size + 1):
+            if not self.pool.is_writable(pages[number]):
+                raise AssertionError(f"sequence {id_} would write to a shared or named page")
         sequence.is_busy = True
-        return Work(
-            id=id_,
-            tokens=tuple(sequence.tokens[start : start + count]),
-            start=start,
-            pages=tuple(sequence.pages),
-            draws=start + count == len(sequence.tokens),
-            index=sequence.num_written,
-            sampling=sequence.request.sampling,
-            adapter=sequence.request.adapter,
-        )
+        return self._describe(sequence, end)
+
+    def _describe(self, sequence: Sequence, end: int) -> Work:
+        """Return the work of the next tokens of a sequence.
+
+        Args:
+            sequence: Running sequence with their pages.
+            end: Position behind the last of them.
+        """
+        start = sequence.computed
+        request = sequence.request
+        tokens = sequence.tokens
+        index = len(tokens) - len(request.prompt)
+        draws = end == len(tokens)
+        ids = tuple(tokens[start:end])
+        table = tuple(sequence.pages)
+        return Work(sequence.id, ids, start, table, draws, index, request.sampling, request.adapter)
 
     def _take_over(
         self, sequence: Sequence, work: Work, result: Any, now: float
@@ -386,23 +407,33 @@ class Instance:
         """
         self.num_computed += len(work.tokens)
         sequence.computed += len(work.tokens)
-        if self.has_sharing:
+        num_full = sequence.computed // self.facts.page_size
+        if self.has_sharing and num_full > sequence.named:
             names = sequence.names()
-            for number in range(sequence.named, sequence.computed // self.facts.page_size):
+            for number in range(sequence.named, num_full):
                 self.pool.name(sequence.pages[number], names[number])
                 sequence.named = number + 1
         return () if result is None else self._write(sequence, result, now)
 
-    def _write(self, sequence: Sequence, result: Result, now: float) -> tuple[Event, ...]:
-        sampling = sequence.request.sampling
+    def _write(self, sequence: Sequence, result: Any, now: float) -> tuple[Event, ...]:
+        """Add what a work has drawn; return the events of it.
+
+        Args:
+            sequence: Sequence of the work.
+            result: `Result`; subclasses may take another.
+            now: Seconds on the instance's clock.
+        """
         token = Token(sequence.id, sequence.num_written, result)
-        sequence.tokens.append(result.token)
-        sequence.last = now
-        sequence.first = now if sequence.first is None else sequence.first
-        if result.token in sampling.stop_ids:
-            return (token, self.end(sequence, "stop"))
+        sequence.append(result.token, now)
+        reason = self._ending(sequence, result.token)
+        return (token,) if reason is None else (token, self.end(sequence, reason))
+
+    def _ending(self, sequence: Sequence, token: int) -> EndReason | None:
+        """Return why an answer ends with its last token; None if it goes on."""
+        request = sequence.request
+        if token in request.sampling.stop_ids:
+            return "stop"
         # The only place that ends an answer at this length: `max_tokens` may ask for more.
-        is_full = len(sequence.tokens) >= self.facts.max_length
-        if sequence.num_written >= sampling.max_tokens or is_full:
-            return (token, self.end(sequence, "length"))
-        return (token,)
+        length = len(sequence.tokens)
+        is_whole = length - len(request.prompt) >= request.sampling.max_tokens
+        return "length" if is_whole or length >= self.facts.max_length else None

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxmoe.models.sampling import check_temperature
@@ -79,8 +80,8 @@ class Request:
 
     id: int
     """Number that is unique within the instance or fleet."""
-    prompt: tuple[int, ...]
-    """Token ids; at least one."""
+    prompt: Sequence[int]
+    """Token ids, in a tuple or an array; at least one."""
     sampling: Sampling = Sampling()
     """How the answer is drawn."""
     objective: LatencyObjective | None = None

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.plan import Plan, PlanError, PromptPiece
 from jaxmoe.serve.sequence import Sequence
@@ -33,16 +35,26 @@ class _Check:
         self.policy = policy
         self.ledger = view.ledger()
         self.running = {sequence.id: sequence for sequence in view.running}
-        self.left = {sequence.id: sequence.left for sequence in view.running}
-        self.held = {sequence.id: len(sequence.pages) for sequence in view.running}
+        self.left: dict[int, int] = {}
+        """Tokens left of the sequences that enter."""
+        self.held: dict[int, int] = {}
+        """Pages of the sequences that enter."""
 
     def run(self) -> None:
-        self.check_movements()
+        plan = self.plan
+        if plan.admit or plan.restore or plan.evict:
+            self.check_movements()
         self.check_sequences()
         self.check_shape()
-        for id_ in self.plan.singles:
-            self.require("single", self.count(id_) == 1, f"sequence {id_} has not 1 token left")
-            self.grow(id_, 1)
+        size = self.view.facts.page_size
+        for id_ in plan.singles:
+            sequence = self.running[id_]
+            num_tokens = len(sequence.tokens)
+            num_left = self.count(id_) if self.left else num_tokens - sequence.computed
+            if num_left != 1:
+                self.fail("single", f"sequence {id_} has not 1 token left")
+            if num_tokens > len(sequence.pages) * size:
+                self.grow(id_, 1)
         for piece in self.plan.pieces:
             self.check_piece(piece)
             self.grow(piece.id, piece.count)
@@ -50,7 +62,10 @@ class _Check:
 
     def require(self, rule: str, holds: bool, detail: str) -> None:
         if not holds:
-            raise PlanError(self.policy, rule, detail)
+            self.fail(rule, detail)
+
+    def fail(self, rule: str, detail: str) -> NoReturn:
+        raise PlanError(self.policy, rule, detail)
 
     def check_movements(self) -> None:
         plan = self.plan
@@ -92,15 +107,17 @@ class _Check:
         plan = self.plan
         ids = [*plan.singles, *(piece.id for piece in plan.pieces)]
         self.require("free", self.view.is_free or not ids, "as many steps run as may")
-        self.require("once", len(set(ids)) == len(ids), f"{ids} names a sequence twice")
+        if len(set(ids)) < len(ids):
+            self.fail("once", f"{ids} names a sequence twice")
         for id_ in ids:
-            self.require("running", id_ in self.running, f"sequence {id_} does not run")
+            if id_ not in self.running:
+                self.fail("running", f"sequence {id_} does not run")
 
     def check_shape(self) -> None:
         shapes = self.view.facts.shapes
-        number = len(self.plan.singles)
-        counts = [piece.count for piece in self.plan.pieces]
         if shapes is not None:
+            number = len(self.plan.singles)
+            counts = [piece.count for piece in self.plan.pieces]
             fits = number <= shapes.singles and shapes.fitting(counts) is not None
             detail = f"{number} singles and pieces of {counts} fit none of {shapes}"
             self.require("shape", fits, detail)
@@ -111,10 +128,14 @@ class _Check:
         self.require("count", 1 <= piece.count <= num_left, detail)
 
     def count(self, id_: int) -> int:
-        return self.left[id_]
+        if id_ in self.left:
+            return self.left[id_]
+        sequence = self.running[id_]
+        return len(sequence.tokens) - sequence.computed
 
     def grow(self, id_: int, count: int) -> None:
         """Count the pages that the tokens of a sequence need beyond its table."""
         sequence = self.running[id_]
-        end = len(sequence.tokens) - self.left[id_] + count
-        self.ledger.take(max(num_pages(end, self.view.facts.page_size) - self.held[id_], 0))
+        end = len(sequence.tokens) - self.count(id_) + count
+        held = self.held.get(id_, len(sequence.pages))
+        self.ledger.take(max(num_pages(end, self.view.facts.page_size) - held, 0))

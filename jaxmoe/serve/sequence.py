@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import array
+import collections.abc
 import dataclasses
 from typing import Literal
 
-from jaxmoe.serve.blocks import page_name, root_name
+from jaxmoe.serve.blocks import page_names, root_name
 from jaxmoe.serve.requests import Request
 
+Tokens = collections.abc.Sequence[int]
+"""Token ids in a tuple, a list or an array."""
 State = Literal["waiting", "running", "swapped", "moving", "finished"]
 
 
@@ -27,8 +31,8 @@ class Sequence:
     """Time of the submission, seconds."""
     page_size: int
     """Tokens of a page."""
-    tokens: list[int]
-    """Prompt and written tokens."""
+    tokens: Tokens
+    """Prompt and written tokens; the prompt of the request itself until the first is written."""
     state: State = "waiting"
     pages: list[int] = dataclasses.field(default_factory=list)
     """Table of pages."""
@@ -52,12 +56,12 @@ class Sequence:
     """Time of the last written token."""
     last_step: float = 0.0
     """Time of the last step that computed it."""
+    id: int = dataclasses.field(init=False)
+    """Number of the request."""
     _names: list[bytes] = dataclasses.field(default_factory=list)
 
-    @property
-    def id(self) -> int:
-        """Number of the request."""
-        return self.request.id
+    def __post_init__(self) -> None:
+        self.id = self.request.id
 
     @property
     def num_written(self) -> int:
@@ -76,12 +80,14 @@ class Sequence:
 
     def names(self) -> list[bytes]:
         """Return the names of all full pages of the tokens."""
+        names = self._names
         size = self.page_size
-        if not self._names and len(self.tokens) >= size:
-            self._names.append(self._name(root_name(self.request.adapter, self.request.salt), 0))
-        while (len(self._names) + 1) * size <= len(self.tokens):
-            self._names.append(self._name(self._names[-1], len(self._names)))
-        return self._names
+        begin = len(names) * size
+        if begin + size <= len(self.tokens):
+            request = self.request
+            parent = names[-1] if names else root_name(request.adapter, request.salt)
+            names += page_names(parent, self.tokens[begin:], size)
+        return names
 
     def prefix_names(self) -> list[bytes]:
         """Return the names of the pages that may be taken from the pool.
@@ -90,6 +96,17 @@ class Sequence:
         """
         return self.names()[: (len(self.tokens) - 1) // self.page_size]
 
-    def _name(self, parent: bytes, number: int) -> bytes:
-        size = self.page_size
-        return page_name(parent, self.tokens[number * size : (number + 1) * size])
+    def append(self, token: int, now: float) -> None:
+        """Add a written token.
+
+        Args:
+            token: Its id.
+            now: Time, seconds.
+        """
+        tokens = self.tokens
+        if tokens is self.request.prompt or not isinstance(tokens, list | array.array):
+            self.tokens = tokens = tokens[:] if isinstance(tokens, array.array) else [*tokens]
+        tokens.append(token)
+        self.last = now
+        if self.first is None:
+            self.first = now

@@ -5,18 +5,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxmoe.serve.requests import Sampling
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Work:
-    """Tokens of one sequence in a step."""
+    """Tokens of one sequence in a step. Not frozen: there is one for each token of an answer, and
+    a frozen one takes several times as long to make."""
 
     id: int
     """Sequence."""
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """Token ids to compute."""
     start: int
     """Position of the first of them."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from jaxmoe.serve.blocks import BlockPool
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.ledger import PageLedger
+from jaxmoe.serve.queues import WaitingQueue
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep
 
@@ -26,8 +27,9 @@ class InstanceView:
     """Sequences with pages that no step computes right now, in the order of their admission."""
     busy: tuple[Sequence, ...] = ()
     """Sequences that a step computes right now."""
-    waiting: tuple[Sequence, ...] = ()
-    """Sequences in the queue, in the order of priority and arrival."""
+    waiting: WaitingQueue = dataclasses.field(default_factory=WaitingQueue)
+    """Sequences in the queue, in the order of priority and arrival. It is the queue itself, which
+    may be long: read from its beginning what the plan needs, and not after the next change."""
     swapped: tuple[Sequence, ...] = ()
     """Sequences whose pages are in host memory, the oldest first."""
     flying: tuple[EngineStep, ...] = ()
@@ -58,16 +60,10 @@ class InstanceView:
         """Return waiting sequences by request, without ids that do not wait.
 
         Args:
-            ids: Requests; the queue is read up to the last of them.
+            ids: Requests.
         """
-        wanted = set(ids)
-        found: dict[int, Sequence] = {}
-        for sequence in self.waiting if wanted else ():
-            if sequence.id in wanted:
-                found[sequence.id] = sequence
-                if len(found) == len(wanted):
-                    break
-        return found
+        sequences = ((id_, self.waiting.find(id_)) for id_ in ids)
+        return {id_: sequence for id_, sequence in sequences if sequence is not None}
 
     def hits(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the cached pages with which a waiting sequence would begin."""

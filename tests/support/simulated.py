@@ -59,4 +59,6 @@ def simulated(policy="split_fuse", given=None, *, cost=COST, fields=None, facts=
     facts = dataclasses.replace(FACTS, cost=cost, **(facts or {}))
     config = EVERY_BATCHING[policy](**(fields or {}))
     given = arrivals() if given is None else given
-    return Simulation(given, facts, config, cost, keeps_plans=True, **options).run()
+    return Simulation(
+        given, facts, config, cost, keeps_plans=True, keeps_sequences=True, **options
+    ).run()

@@ -25,7 +25,7 @@ from jaxmoe.serve.step import EngineStep, Work
 from jaxmoe.serve.view import InstanceView
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class RowWork(Work):
     """One step of one row; `tokens` is the prompt and what is filled in, `pages` its row."""
 
@@ -142,9 +142,7 @@ class RowsInstance(Instance):
             events.append(
                 Token(sequence.id, sequence.num_written, Result(token, float(logprobs[place])))
             )
-            sequence.tokens.append(token)
-            sequence.last = now
-            sequence.first = now if sequence.first is None else sequence.first
+            sequence.append(token, now)
             if token in sequence.request.sampling.stop_ids:
                 return (*events, self.end(sequence, "stop"))
         return (

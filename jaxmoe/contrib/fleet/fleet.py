@@ -19,7 +19,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxmoe.contrib.fleet.dispatch import DispatchConfig, FleetView, Move, Route
+from jaxmoe.contrib.fleet.dispatch import (
+    DispatchConfig,
+    FleetView,
+    Move,
+    RequestDispatcher,
+    Route,
+)
 from jaxmoe.contrib.fleet.migration import Copy, Migration
 from jaxmoe.contrib.fleet.moves import transfer_waiting
 from jaxmoe.serve.instance import Instance
@@ -47,9 +53,11 @@ class Fleet:
         """
         self.instances, self._policies = tuple(instances), tuple(policies)
         self._dispatcher, self.roles = dispatch.build(), dispatch.roles(len(instances))
+        self._has_moves = type(self._dispatcher).rebalance is not RequestDispatcher.rebalance
         self.num_open = len(instances)
         """Instances that take requests, the first ones; the others only end what they have."""
-        self.offered: dict[int, tuple[Request, float]] = {}
+        self.offered: collections.OrderedDict[int, tuple[Request, float]]
+        self.offered = collections.OrderedDict()
         """Requests that the policy has not placed so far and the times they came."""
         self.bandwidth = math.inf
         """Bytes per second of the link of an instance; infinite if not known."""
@@ -132,7 +140,7 @@ class Fleet:
         Returns:
             Copies to execute; `note_copy` takes each that is done.
         """
-        if self.num_open > 1:
+        if self.num_open > 1 and self._has_moves:
             for move in self._dispatcher.rebalance(self.view(now)):
                 self.move(move, is_live=True)
         self._offer_again(now)
@@ -221,13 +229,14 @@ class Fleet:
             New tokens and ended streams.
         """
         instance = self.instances[number]
-        live = {id_: instance.queues.sequences[id_] for id_ in results}
+        sequences = instance.queues.sequences
+        live = {id_: sequences[id_] for id_ in results}
         events = self._note(instance.apply(step, results, now))
         for event in events:
             if isinstance(event, End) and event.reason in ("stop", "length"):
                 if not self._dispatcher.keeps(live[event.id], instance.view(now)):
                     instance.pool.demote(live[event.id].names())
-        for id_ in results:
+        for id_ in results if self._targets else ():
             if id_ in self._targets and id_ in instance.queues.running:
                 self.move(Move(id_, number, self._targets.pop(id_)), is_live=False)
         return events
@@ -258,7 +267,8 @@ class Fleet:
 
     def _offer_again(self, now: float) -> None:
         """Queue requests, the oldest first, until the policy has no place for one."""
-        for request, arrived in [*self.offered.values()]:
+        while self.offered:
+            request, arrived = next(iter(self.offered.values()))
             route = self._dispatcher.place(request, self.view(now))
             if route is None or self.instances[route.prefill].refusal(request) is not None:
                 return

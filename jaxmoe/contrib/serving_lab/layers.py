@@ -29,7 +29,7 @@ class LayersPiece(PromptPiece):
     layers: Layers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class LayersWork(Work):
     """Tokens of one sequence in some layers."""
 
@@ -114,9 +114,6 @@ class LayersDraft(Draft):
         return count
 
 
-_VIEW_FIELDS = tuple(field.name for field in dataclasses.fields(InstanceView))
-
-
 class LayersInstance(Instance):
     """Requests of one instance whose pieces may stop between layers.
 
@@ -130,11 +127,12 @@ class LayersInstance(Instance):
 
     def view(self, now: float) -> LayersView:
         """Return what a policy may see: sequences between two layers are running."""
-        view = super().view(now)
+        fields = self._visible(now)
+        if not self._progress:
+            return LayersView(**fields, progress=self._progress)
         flying = {work.id for step in self.flying for work in step.works}
         progress = {id_: state for id_, state in self._progress.items() if id_ not in flying}
         running = self.queues.running.values()
-        fields = {name: getattr(view, name) for name in _VIEW_FIELDS}
         if progress:
             fields["running"] = tuple(s for s in running if not s.is_busy or s.id in progress)
             fields["busy"] = tuple(s for s in running if s.is_busy and s.id not in progress)

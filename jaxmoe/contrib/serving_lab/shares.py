@@ -74,21 +74,36 @@ class LanesInstance(LayersInstance):
         if not steps:
             return ()
         (step,) = steps
-        works = {work.id: work for work in step.works}
         first, *further = lanes or (Lane(number=min(free, default=0)),)
+        singles = step.singles
+        pieces = step.pieces
+        works = {work.id: work for work in step.works} if further else {}
+        if further:
+            singles = tuple(works[id_] for id_ in first.singles)
+            pieces = tuple(works[piece.id] for piece in first.pieces)
         parts = [
             LaneStep(
-                singles=tuple(works[id_] for id_ in lane.singles),
-                pieces=tuple(works[piece.id] for piece in lane.pieces),
-                number=lane.number,
-                share=lane.share,
-                nano_batches=lane.nano_batches,
+                singles=singles,
+                pieces=pieces,
+                number=first.number,
+                share=first.share,
+                nano_batches=first.nano_batches,
+                out=step.out,
+                back=step.back,
+                copies=step.copies,
+                dropped=step.dropped,
             )
-            for lane in (first, *further)
         ]
-        parts[0] = dataclasses.replace(
-            parts[0], out=step.out, back=step.back, copies=step.copies, dropped=step.dropped
-        )
+        for lane in further:
+            parts.append(
+                LaneStep(
+                    singles=tuple(works[id_] for id_ in lane.singles),
+                    pieces=tuple(works[piece.id] for piece in lane.pieces),
+                    number=lane.number,
+                    share=lane.share,
+                    nano_batches=lane.nano_batches,
+                )
+            )
         self.flying[-1:] = parts
         return tuple(parts)
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxmoe.serve.blocks import BlockPool, num_pages, page_name, root_name
+from jaxmoe.serve.blocks import BlockPool, num_pages, page_names, root_name
 from jaxmoe.serve.ledger import PageLedger
 
 SIZE = 2
@@ -30,7 +30,7 @@ class Table:
     def names(self):
         name, names = root_name(*self.owner), []
         for number in range(len(self.tokens) // SIZE):
-            name = page_name(name, self.tokens[number * SIZE : (number + 1) * SIZE])
+            (name,) = page_names(name, self.tokens[number * SIZE : (number + 1) * SIZE], SIZE)
             names.append(name)
         return names
 
@@ -190,8 +190,12 @@ def test_adapter_and_salt_cannot_be_mistaken_for_each_other():
 
 def test_a_name_depends_on_every_token_before_it():
     root = root_name()
-    first, other = page_name(root, [1, 2]), page_name(root, [2, 1])
-    assert page_name(first, [3, 4]) != page_name(other, [3, 4]) != page_name(root, [3, 4])
+    (first, third), (other, fourth) = (
+        page_names(root, [1, 2, 3, 4, 5], 2),
+        page_names(root, [2, 1, 3, 4], 2),
+    )
+    assert third != fourth != page_names(root, [3, 4], 2)[0]
+    assert page_names(first, [3, 4], 2) == [third] and page_names(other, [3, 4], 2) == [fourth]
 
 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning():
@@ -256,5 +260,5 @@ def test_a_page_is_written_by_one_table_and_before_it_has_a_name():
     pool = BlockPool(3, SIZE)
     own, shared, named = pool.take(3)
     pool.share([shared])
-    pool.name(named, page_name(root_name(), [0, 1]))
+    pool.name(named, *page_names(root_name(), [0, 1], 2))
     assert [pool.is_writable(page) for page in (own, shared, named)] == [True, False, False]

@@ -137,9 +137,8 @@ class DispatchConfig(abc.ABC):
 
 def load(view: InstanceView) -> int:
     """Return the tokens that an instance has still to compute, one for each decoding sequence."""
-    return sum(
-        sequence.left for sequence in (*view.running, *view.busy, *view.waiting, *view.swapped)
-    )
+    live = (*view.running, *view.busy, *view.swapped)
+    return view.waiting.num_tokens + sum(sequence.left for sequence in live)
 
 
 def cached_tokens(view: InstanceView, request: Request) -> int:
@@ -151,7 +150,7 @@ def cached_tokens(view: InstanceView, request: Request) -> int:
     """
     size = view.facts.page_size
     prompt = request.prompt
-    sequence = Sequence(request=request, order=0, arrived=0.0, page_size=size, tokens=list(prompt))
+    sequence = Sequence(request=request, order=0, arrived=0.0, page_size=size, tokens=prompt)
     return len(view.hits(sequence)) * size
 
 

@@ -10,7 +10,9 @@ other. Requests that wait too long at one candidate move to the other.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import hashlib
 from typing import ClassVar
 
@@ -61,16 +63,19 @@ class _DualMap(RequestDispatcher):
 
     def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
         for number, view in enumerate(fleet.members):
+            seconds = wait(view) if view.waiting else 0.0
             for sequence in reversed(view.waiting):
                 objective = sequence.request.objective
                 if objective is None or sequence.num_written or len(fleet.members) < 2:
                     continue
+                waited = fleet.now - sequence.arrived
+                wait_here = waited + seconds
+                if wait_here <= objective.ttft or waited >= objective.ttft:
+                    continue
                 pair = self.candidates(sequence.request, len(fleet.members))
                 partner = pair[1] if pair[0] == number else pair[0]
-                waited = fleet.now - sequence.arrived
-                wait_here = waited + wait(view)
                 wait_there = waited + wait(fleet.members[partner], sequence.left)
-                if wait_here > objective.ttft and wait_there < min(wait_here, objective.ttft):
+                if wait_there < min(wait_here, objective.ttft):
                     return (Move(sequence.id, number, partner),)
         return ()
 
@@ -81,12 +86,13 @@ class _DualMap(RequestDispatcher):
             request: Request.
             count: Instances, at least two.
         """
-        ring = sorted((_hash(f"{i} {p}"), i) for i in range(count) for p in range(POINTS))
-        beginning = f"{request.adapter} {request.salt} {request.prompt[: self._prefix]}"
+        ring = _ring(count)
+        prefix = tuple(request.prompt[: self._prefix])
+        beginning = f"{request.adapter} {request.salt} {prefix}"
         members: list[int] = []
         for seed in range(64):
             place = _hash(f"{seed} {beginning}")
-            chosen = next((i for position, i in ring if position >= place), ring[0][1])
+            chosen = ring[bisect.bisect_left(ring, (place, 0)) % len(ring)][1]
             if chosen not in members:
                 members.append(chosen)
             if len(members) == 2:
@@ -94,6 +100,12 @@ class _DualMap(RequestDispatcher):
         else:
             members = [members[0], (members[0] + 1) % count]
         return members[0], members[1]
+
+
+@functools.cache
+def _ring(count: int) -> list[tuple[int, int]]:
+    """Return the places of some instances, rising, and the instance at each."""
+    return sorted((_hash(f"{i} {p}"), i) for i in range(count) for p in range(POINTS))
 
 
 def _hash(text: str) -> int:

@@ -19,7 +19,6 @@ from jaxmoe.contrib.fleet.dispatch.base import (
     RequestDispatcher,
     Route,
 )
-from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.requests import Request
 from jaxmoe.serve.view import InstanceView
 
@@ -85,7 +84,5 @@ def freeness(view: InstanceView, pages: int = 0, requests: int = 0) -> float:
         pages: Pages to count as used beyond those that are.
         requests: Requests to count beyond those that are there.
     """
-    size = view.facts.page_size
-    num_waiting = sum(num_pages(len(sequence.tokens), size) for sequence in view.waiting)
-    free = view.pool.num_free - num_waiting - pages
+    free = view.pool.num_free - view.waiting.num_pages - pages
     return free / max(view.num_running + len(view.waiting) + requests, 1)

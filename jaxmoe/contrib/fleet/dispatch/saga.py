@@ -92,11 +92,13 @@ class Saga(RequestDispatcher):
     def rebalance(self, fleet: FleetView) -> tuple[Move, ...]:
         """Let an instance at rest steal the workflow that waits longest at the busiest one."""
         thief = next((i for i, view in enumerate(fleet.members) if is_at_rest(view)), None)
+        if thief is None:
+            return ()
         busiest = max(range(len(fleet.members)), key=lambda i: (load(fleet.members[i]), -i))
         view = fleet.members[busiest]
         workflows = {workflow(sequence) for sequence in (*view.running, *view.busy, *view.swapped)}
         free = [sequence for sequence in view.waiting if workflow(sequence) not in workflows]
-        if thief is None or not free or not workflows:
+        if not free or not workflows:
             return ()
         stolen = [sequence for sequence in free if workflow(sequence) == workflow(free[0])]
         if wait(fleet.members[thief], sum(sequence.left for sequence in stolen)) >= wait(view):

@@ -98,5 +98,6 @@ class PolcaConfig(ScalingConfig):
 
 def is_low(view: InstanceView) -> bool:
     """Return whether no request of an instance has a priority above 0."""
-    live = (*view.running, *view.busy, *view.waiting, *view.swapped)
+    first = view.waiting[:1]  # none behind it has a larger priority
+    live = (*view.running, *view.busy, *first, *view.swapped)
     return all(sequence.request.priority <= 0 for sequence in live)

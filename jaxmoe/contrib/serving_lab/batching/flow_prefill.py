@@ -58,8 +58,7 @@ class FlowPrefillConfig(SimulatedBatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = LayersDraft(view)
-            for sequence in draft.decoding():
-                draft.single(sequence)
+            draft.decode()
             prompts = {sequence.id: sequence for sequence in (*draft.prompts(), *view.waiting)}
             if set(prompts) != seen or not chosen:
                 seen.clear()

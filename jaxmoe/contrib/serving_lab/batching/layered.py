@@ -10,6 +10,7 @@ is left open there: here one at a time, or several short ones of one group.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
@@ -46,11 +47,10 @@ class LayeredConfig(SimulatedBatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = LayersDraft(view)
-            for sequence in draft.decoding():
-                draft.single(sequence)
+            draft.decode()
             prompts = sorted(draft.prompts(), key=lambda sequence: -draft.layers_done(sequence))
             num_used = 0
-            for sequence in (*prompts, *view.waiting):
+            for sequence in itertools.chain(prompts, view.waiting):
                 count = draft.piece_size(sequence)
                 if num_used and num_used + count > self.chunk:
                     break

@@ -9,6 +9,7 @@ with the shortest predicted time, because each part reads the weights again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 from jaxmoe.contrib.serving_lab.batching.base import SimulatedBatchingConfig
@@ -41,11 +42,8 @@ class NanoBatchesConfig(SimulatedBatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            parts = []
-            for sequence in draft.decoding()[: self.budget]:
-                if draft.single(sequence):
-                    parts.append(WorkPart(1, sequence.computed))
-            for sequence in (*draft.prompts(), *view.waiting):
+            parts = [WorkPart(1, sequence.computed) for sequence in draft.decode(self.budget)]
+            for sequence in itertools.chain(draft.prompts(), view.waiting):
                 num_left = draft.left(sequence)
                 count = draft.piece(sequence, self.budget - draft.tokens())
                 if not count:

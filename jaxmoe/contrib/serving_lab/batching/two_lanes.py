@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from jaxmoe.contrib.serving_lab.shares import Lane, free_lanes, in_lanes
 from jaxmoe.serve.draft import Draft
 from jaxmoe.serve.plan import Plan
@@ -24,10 +26,9 @@ def plan_lanes(view: InstanceView, decode_share: float, budget: int) -> Plan:
     draft = Draft(view)
     free = free_lanes(view.flying, view.facts)
     if DECODE in free:
-        for sequence in draft.decoding():
-            draft.single(sequence)
+        draft.decode()
     if PREFILL in free:
-        for sequence in (*draft.prompts(), *view.waiting):
+        for sequence in itertools.chain(draft.prompts(), view.waiting):
             if not draft.piece(sequence, budget - sum(draft.counts())):
                 break
     plan = draft.plan()

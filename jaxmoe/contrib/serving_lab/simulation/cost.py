@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -43,7 +44,7 @@ MEMORY_POWER = 0.5
 """Share of the power above idle that the memory takes at its full bandwidth."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class CostedOperation:
     """Demands of one operation of a step."""
 
@@ -134,7 +135,7 @@ class Roofline:
             nano_batches: Parts into which the step is cut to overlap its resources.
         """
         experts = 0.0
-        operations = []
+        operations: list[CostedOperation] = []
         for operation, is_expert in self._operations(parts):
             operations.append(operation)
             experts += operation.weights * is_expert
@@ -145,26 +146,31 @@ class Roofline:
         host = self.chip.host_bandwidth * self.num_chips
         link = self.chip.link_bandwidth
 
-        def seconds(operation_list: Sequence[CostedOperation], times: int) -> float:
-            weights = times * sum(operation_.weights for operation_ in operation_list)
-            other_bytes = sum(operation_.other for operation_ in operation_list)
+        spill_share = self.spill_share
+
+        def seconds(work: CostedOperation) -> float:
             return max(
-                sum(operation_.flops for operation_ in operation_list) / flops,
-                ((1.0 - self.spill_share) * weights + other_bytes) / bandwidth,
-                self.spill_share * weights / host,
-                sum(operation_.network for operation_ in operation_list) / link,
+                work.flops / flops,
+                ((1.0 - spill_share) * work.weights + work.other) / bandwidth,
+                spill_share * work.weights / host,
+                work.network / link,
             )
 
-        if nano_batches > 1:
-            total = seconds(operations, nano_batches)
-        else:
-            total = sum(seconds([operation_], 1) for operation_ in operations)
+        whole = CostedOperation(
+            sum([work.flops for work in operations]),
+            nano_batches * sum([work.weights for work in operations]),
+            sum([work.other for work in operations]),
+            sum([work.network for work in operations]),
+        )
+        overlaps = nano_batches > 1
+        total = seconds(whole) if overlaps else sum([seconds(work) for work in operations])
         total += self.constant
+        read = sum([nano_batches * work.weights + work.other for work in operations])
         return StepCost(
             total,
             experts * (1 if nano_batches == 1 else nano_batches),
-            sum(operation_.flops for operation_ in operations),
-            self._watts(operations, total, nano_batches),
+            whole.flops,
+            self._watts(whole.flops, read, total),
         )
 
     def demands(self, parts: Sequence[WorkPart]) -> tuple[float, float, float]:
@@ -220,14 +226,17 @@ class Roofline:
         """Return the seconds of a change to another number of devices: bytes / bandwidth."""
         return self.resharding_bytes(num_chips) / self.chip.link_bandwidth
 
-    def _watts(
-        self, operations: Sequence[CostedOperation], seconds: float, nano_batches: int
-    ) -> float:
-        """Return the power above idle during a step."""
+    def _watts(self, step_flops: float, read: float, seconds: float) -> float:
+        """Return the power above idle during a step.
+
+        Args:
+            step_flops: FLOPs of the step.
+            read: Bytes that it reads.
+            seconds: Its time.
+        """
         chip = self.chip
         flops = chip.flops * chip.efficiency * self.num_chips * self.clock
-        compute = sum(operation.flops for operation in operations) / (flops * seconds)
-        read = sum(nano_batches * operation.weights + operation.other for operation in operations)
+        compute = step_flops / (flops * seconds)
         memory = read / (chip.memory_bandwidth * self.memory_efficiency * self.num_chips * seconds)
         busy = min(max(compute, MEMORY_POWER * memory), 1.0)
         return self.num_chips * (chip.peak_watts - chip.idle_watts) * busy * self.clock**3
@@ -248,8 +257,12 @@ class Roofline:
         """Yield the operations of a step, and whether they are those of the experts."""
         sizes = self.sizes
         last = self.sizes.num_layers
-        borders = sorted({0, last, *(b for part in parts if part.layers for b in part.layers)})
-        for begin, end in zip(borders[:-1], borders[1:], strict=True):
+        inner = {border for part in parts if part.layers for border in part.layers}
+        borders = sorted({0, last, *inner})
+        if not inner and parts:
+            yield from self._layers(parts, 1.0)
+            borders = []
+        for begin, end in itertools.pairwise(borders):
             in_layers = [
                 part
                 for part in parts
@@ -257,7 +270,9 @@ class Roofline:
             ]
             if in_layers:
                 yield from self._layers(in_layers, (end - begin) / last)
-        drawn = sum(part.layers is None or part.layers[1] == last for part in parts)
+        drawn = len(parts)
+        if inner:
+            drawn = sum(part.layers is None or part.layers[1] == last for part in parts)
         yield (
             CostedOperation(2.0 * drawn * sizes.head, float(sizes.head * sizes.weight_bytes)),
             False,
@@ -269,7 +284,14 @@ class Roofline:
         """Yield the operations of a share of the layers, through which the same tokens pass."""
         sizes = self.sizes
         b = self.sizes.weight_bytes
-        tokens = sum(part.count for part in parts)
+        tokens = 0
+        num_tokens = 0
+        pairs = 0.0
+        for part in parts:
+            count = part.count
+            tokens += count
+            num_tokens += count + part.context
+            pairs += count * (part.context + count / 2)
         sent = 4 * tokens * sizes.embed_dim * b * sizes.num_layers
         sent *= (self.num_chips - 1) / self.num_chips  # two all-reduces of a layer, as rings
         yield (
@@ -278,8 +300,6 @@ class Roofline:
             ),
             False,
         )
-        pairs = sum(part.count * (part.context + part.count / 2) for part in parts)
-        num_tokens = sum(part.count + part.context for part in parts)
         yield (
             CostedOperation(
                 sizes.pair_flops * pairs * share, 0.0, sizes.kv_bytes * num_tokens * share

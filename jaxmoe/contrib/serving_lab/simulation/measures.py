@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jaxmoe.contrib.serving_lab.simulation.answers import AnswerTimes
 from jaxmoe.contrib.serving_lab.simulation.run import Simulation
-from jaxmoe.serve.requests import LatencyObjective
 from jaxmoe.serve.sequence import Sequence
 
 
@@ -55,38 +55,17 @@ class Measures:
     """Instances that took requests at the end."""
 
 
-def latency(sequence: Sequence) -> tuple[float, float, float]:
-    """Return the seconds until the first token, per further token, and until the last.
-
-    Args:
-        sequence: Sequence with a whole answer.
-    """
-    if sequence.first is None or sequence.last is None:
-        raise ValueError(f"sequence {sequence.id} has no token")
-    ttft = sequence.first - sequence.arrived
-    return (
-        ttft,
-        (sequence.last - sequence.first) / max(sequence.num_written - 1, 1),
-        sequence.last - sequence.arrived,
-    )
-
-
-def is_within(sequence: Sequence) -> bool:
-    """Return whether a finished sequence kept its objective."""
-    return (sequence.request.objective or LatencyObjective()).is_met(*latency(sequence))
-
-
 def measure(simulation: Simulation) -> Measures:
     """Return the numbers of a simulation that has run.
 
     Args:
         simulation: Simulation after `run`.
     """
-    sequences = list(simulation.sequences.values())
-    if not sequences:
+    answers = simulation.answers
+    if not answers:
         raise ValueError("no request was answered: lower the lengths, or raise max_length")
     return dataclasses.replace(
-        measure_sequences(sequences),
+        measure_answers(answers),
         preempted=simulation.num_preempted,
         expert_bytes=simulation.expert_bytes,
         computed=simulation.num_computed,
@@ -94,8 +73,7 @@ def measure(simulation: Simulation) -> Measures:
         moves=simulation.num_moves,
         refused=simulation.refused,
         copies=simulation.num_copies,
-        joules_per_token=simulation.meter.joules
-        / sum(sequence.num_written for sequence in sequences),
+        joules_per_token=simulation.meter.joules / answers.num_written,
         instances=simulation.fleet.num_open,
     )
 
@@ -106,15 +84,24 @@ def measure_sequences(sequences: Iterable[Sequence]) -> Measures:
     Args:
         sequences: Sequences of any clock, that of a simulator or of a client.
     """
-    finished = list(sequences)
-    ttft, tpot, total = np.array([latency(sequence) for sequence in finished]).T
-    good = sum(map(is_within, finished))
-    last = max(sequence.last or 0.0 for sequence in finished)
-    seconds = max(last - min(sequence.arrived for sequence in finished), 1e-9)
+    answers = AnswerTimes()
+    for sequence in sequences:
+        answers.add(sequence)
+    return measure_answers(answers)
+
+
+def measure_answers(answers: AnswerTimes) -> Measures:
+    """Return the numbers of whole answers, at least one.
+
+    Args:
+        answers: Their times.
+    """
+    ttft, tpot, total = (np.asarray(row) for row in (answers.ttft, answers.tpot, answers.total))
+    seconds = max(answers.last_token - answers.first_arrival, 1e-9)
     return Measures(
-        goodput=good / seconds,
-        within=good / len(finished),
-        finished=len(finished),
+        goodput=answers.num_within / seconds,
+        within=answers.num_within / len(answers),
+        finished=len(answers),
         seconds=seconds,
         ttft_p50=float(np.median(ttft)),
         ttft_p99=float(np.quantile(ttft, 0.99)),
@@ -122,5 +109,5 @@ def measure_sequences(sequences: Iterable[Sequence]) -> Measures:
         tpot_p99=float(np.quantile(tpot, 0.99)),
         total_p50=float(np.median(total)),
         total_p99=float(np.quantile(total, 0.99)),
-        tokens_per_second=sum(sequence.num_written for sequence in finished) / seconds,
+        tokens_per_second=answers.num_written / seconds,
     )

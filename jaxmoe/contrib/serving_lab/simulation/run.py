@@ -12,7 +12,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxmoe.contrib.fleet.dispatch import DispatchConfig, LeastLoadedDispatchConfig, Role
 from jaxmoe.contrib.fleet.fleet import Fleet
@@ -20,6 +20,7 @@ from jaxmoe.contrib.fleet.migration import Copy
 from jaxmoe.contrib.fleet.scaling import FixedScalingConfig, ScalingConfig
 from jaxmoe.contrib.serving_lab.layers import layers_of
 from jaxmoe.contrib.serving_lab.shares import LanesInstance, LaneStep
+from jaxmoe.contrib.serving_lab.simulation.answers import AnswerTimes
 from jaxmoe.contrib.serving_lab.simulation.cost import Roofline
 from jaxmoe.contrib.serving_lab.simulation.power import PowerMeter
 from jaxmoe.contrib.serving_lab.simulation.scaled import SimulatedScaling
@@ -28,16 +29,56 @@ from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
 from jaxmoe.serve.policies.retention import RetentionConfig
-from jaxmoe.serve.requests import End, Event, Result
+from jaxmoe.serve.requests import End, EndReason, Event
 from jaxmoe.serve.sequence import Sequence as ServedSequence
-from jaxmoe.serve.step import EngineStep
+from jaxmoe.serve.step import EngineStep, Work
+
+
+class _SimulatedInstance(LanesInstance):
+    """An instance whose works have no token ids and pages, since nobody computes them.
+
+    Its results are token ids alone, and its events the ends of answers.
+    """
+
+    def __init__(self, facts: Facts, policy: str):
+        super().__init__(facts, policy)
+        self._ended: list[ServedSequence] = []
+
+    def take_ended(self) -> list[ServedSequence]:
+        """Return the sequences that have ended since the last call."""
+        ended = self._ended
+        if ended:
+            self._ended = []
+        return ended
+
+    def end(self, sequence: ServedSequence, reason: EndReason, message: str = "") -> End:
+        """End a sequence that no step computes."""
+        self._ended.append(sequence)
+        return super().end(sequence, reason, message)
+
+    def _describe(self, sequence: ServedSequence, end: int) -> Work:
+        start = sequence.computed
+        request = sequence.request
+        length = len(sequence.tokens)
+        index = length - len(request.prompt)
+        count = range(end - start)
+        return Work(sequence.id, count, start, (), end == length, index, request.sampling)
+
+    def _write(self, sequence: ServedSequence, result: int, now: float) -> tuple[Event, ...]:
+        sequence.append(result, now)
+        reason = self._ending(sequence, result)
+        return () if reason is None else (self.end(sequence, reason),)
 
 
 class Simulation:
     """A fleet of equal instances that serves one workload.
 
+    A request is forgotten when it has ended: `answers` has the times of its answer.
+
     Args:
-        arrivals: Workload.
+        arrivals: Workload. Of an iterator, such as `Workload.stream`, a request is read when it is
+            the next to come, so that those that have not come take no memory; it yields them in the
+            order of time, and later turns behind the turn before. A sequence may have any order.
         facts: Properties of an instance.
         batching: Policy of every instance.
         cost: Cost of a step on one device of a kind.
@@ -47,6 +88,7 @@ class Simulation:
         scaling: Policy that changes the number of instances.
         keeps_plans: Whether `plans` has the plan of every step; they take more memory than
             everything else.
+        keeps_sequences: Whether `sequences` has the sequences that have ended, with their tokens.
 
     Raises:
         ValueError: The batching policy needs what the facts do not have.
@@ -54,7 +96,7 @@ class Simulation:
 
     def __init__(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: Iterable[Arrival],
         facts: Facts,
         batching: BatchingConfig,
         cost: Roofline,
@@ -64,6 +106,7 @@ class Simulation:
         retention: RetentionConfig | None = None,
         scaling: ScalingConfig | None = None,
         keeps_plans: bool = False,
+        keeps_sequences: bool = False,
     ):
         batching.check(facts)
         facts = dataclasses.replace(facts, kv_bytes=float(cost.sizes.kv_bytes))
@@ -76,8 +119,11 @@ class Simulation:
         self.plans: list[tuple[int, Plan]] = []
         """Plans with work, and the instance of each, if `keeps_plans`."""
         self._keeps_plans = keeps_plans
+        self._keeps_sequences = keeps_sequences
+        self.answers = AnswerTimes()
+        """Times of the whole answers."""
         self.sequences: dict[int, ServedSequence] = {}
-        """Sequences that have a whole answer, by request."""
+        """Sequences that have a whole answer, by request, if `keeps_sequences`."""
         self.refused = 0
         self.expert_bytes = 0.0
         self.num_copies = 0
@@ -86,7 +132,7 @@ class Simulation:
         self.busy_seconds = [0.0] * num_instances
         self._cost, self.meter = cost, PowerMeter()
         self.fleet = Fleet(
-            [LanesInstance(facts, batching.name) for _ in range(num_instances)],
+            [_SimulatedInstance(facts, batching.name) for _ in range(num_instances)],
             [batching.build(facts) for _ in range(num_instances)],
             dispatch,
         )
@@ -94,15 +140,15 @@ class Simulation:
         self.scaling = SimulatedScaling(
             self.fleet, cost, scaling or FixedScalingConfig(), self.meter
         )
-        self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
+        self._is_stream = not isinstance(arrivals, Sequence)
+        self._unread = _in_order(arrivals) if isinstance(arrivals, Sequence) else iter(arrivals)
+        self._next: Arrival | None = None
+        self._live: dict[int, Arrival] = {}
+        """Requests that were read and have not ended."""
         self._followers: dict[int, list[Arrival]] = {}
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        for arrival in arrivals:
-            if arrival.after is None:
-                self._at(arrival.time, lambda a=arrival: self._arrive(a))
-            else:
-                self._followers.setdefault(arrival.after, []).append(arrival)
+        self._read()
         self._decide_later(0.0)
 
     def run(self) -> Simulation:
@@ -111,6 +157,7 @@ class Simulation:
         Raises:
             RuntimeError: A policy leaves requests waiting for ever.
         """
+        self._come_next()
         while self._events:
             self.now = self._events[0][0]
             while self._events and self._events[0][0] == self.now:
@@ -156,12 +203,53 @@ class Simulation:
         """Tokens that were computed."""
         return sum(instance.num_computed for instance in self.fleet.instances)
 
+    def _read(self) -> None:
+        """Read the next request that comes at a time of its own, and the turns before it.
+
+        Raises:
+            ValueError: A stream is not in order.
+        """
+        before = self._next
+        self._next = None
+        for arrival in self._unread:
+            id_ = arrival.request.id
+            if self._is_stream and arrival.after is not None and arrival.after not in self._live:
+                raise ValueError(
+                    f"request {id_} of the stream comes after request {arrival.after}, which is not"
+                    " there or has ended: yield a later turn right behind the turn before"
+                )
+            if id_ in self._live:
+                raise ValueError(f"request {id_} is there twice: give each request its own id")
+            self._live[id_] = arrival
+            if arrival.after is not None:
+                self._followers.setdefault(arrival.after, []).append(arrival)
+                continue
+            if before is not None and arrival.time < before.time:
+                raise ValueError(
+                    f"request {id_} of the stream comes at {arrival.time} s, before the one that"
+                    f" was read before it, at {before.time} s: yield them in the order of time"
+                )
+            self._next = arrival
+            return
+
+    def _come_next(self) -> None:
+        """Let the next request come in its time, before everything else at that time."""
+        if (arrival := self._next) is None:
+            return
+
+        def come() -> None:
+            self._read()
+            self._come_next()
+            self._arrive(arrival)
+
+        heapq.heappush(self._events, (arrival.time, -1, come))
+
     def _at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), action))
 
     def _arrive(self, arrival: Arrival) -> None:
         self.scaling.arrive(arrival.request)
-        self._note(self.fleet.submit(arrival.request, self.now))
+        self._note(self.fleet.submit(arrival.request, self.now), is_refused=True)
 
     def _decide(self) -> None:
         """Let the scaling policy decide, while there is something to serve."""
@@ -183,7 +271,8 @@ class Simulation:
         if self._keeps_plans and plan.num_tokens:
             self.plans.append((number, plan))
         for step in steps:
-            parts = [WorkPart(len(w.tokens), w.start, layers_of(w)) for w in step.works]
+            parts = [WorkPart(1, work.start) for work in step.singles]
+            parts += [WorkPart(len(w.tokens), w.start, layers_of(w)) for w in step.pieces]
             assert isinstance(step, LaneStep)  # as instances of the simulator make them
             model = self.scaling.costs[number]
             cost = model.cost(parts, share=step.share, nano_batches=step.nano_batches)
@@ -200,21 +289,21 @@ class Simulation:
 
     def _end(self, number: int, step: EngineStep) -> None:
         instance = self.fleet.instances[number]
-        live = {work.id: instance.queues.sequences[work.id] for work in step.works}
-        results = {
-            work.id: Result(self._arrivals[work.id].answer[work.index])
-            for work in step.works
-            if work.draws
-        }
-        self._note(self.fleet.apply(number, step, results, self.now), live)
+        assert isinstance(instance, _SimulatedInstance)
+        live = self._live
+        works = (*step.singles, *step.pieces)
+        results = {work.id: live[work.id].answer[work.index] for work in works if work.draws}
+        self._note(self.fleet.apply(number, step, results, self.now))
+        for sequence in instance.take_ended():
+            self.answers.add(sequence)
+            if self._keeps_sequences:
+                self.sequences[sequence.id] = sequence
 
-    def _note(self, events: Sequence[Event], live: dict[int, ServedSequence] | None = None) -> None:
+    def _note(self, events: Sequence[Event], *, is_refused: bool = False) -> None:
         for event in events:
             if isinstance(event, End):
-                if live is None:
-                    self.refused += 1
-                else:
-                    self.sequences[event.id] = live[event.id]
+                self.refused += is_refused
+                del self._live[event.id]
                 for later in self._followers.pop(event.id, ()):
                     self._at(self.now + later.time, lambda a=later: self._arrive(a))
 
@@ -242,3 +331,10 @@ class Simulation:
         source = copy.move.source
         free[source] = max(free[source], self.now) + seconds
         return free[source] - self.now + chip.link_latency
+
+
+def _in_order(arrivals: Sequence[Arrival]) -> Iterator[Arrival]:
+    """Yield the later turns, then the requests that come at a time of their own, by time."""
+    yield from (arrival for arrival in arrivals if arrival.after is not None)
+    firsts = (arrival for arrival in arrivals if arrival.after is None)
+    yield from sorted(firsts, key=lambda arrival: arrival.time)

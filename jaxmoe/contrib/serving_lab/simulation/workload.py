@@ -10,7 +10,9 @@ Trace files are read by `jaxmoe/contrib/serving_lab/simulation/traces.py`.
 from __future__ import annotations
 
 import abc
+import array
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -30,7 +32,7 @@ class Arrival:
     request: Request
     time: float
     """Seconds; for a later turn, seconds after the turn before it has ended."""
-    answer: tuple[int, ...]
+    answer: Sequence[int]
     """Tokens that will be written."""
     after: int | None = None
     """Request that has to end first."""
@@ -53,9 +55,25 @@ class Workload(abc.ABC):
         if not self.rate > 0 or self.requests < 1:
             raise ValueError(f"rate={self.rate} and requests={self.requests} must be positive")
 
-    @abc.abstractmethod
     def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
-        """Return the requests in the order of their ids.
+        """Return the requests in the order of their ids, with their tokens in tuples.
+
+        Args:
+            objective: Promised latency of every request.
+            max_length: Tokens of a sequence at most; longer ones are cut.
+        """
+        arrivals = []
+        for arrival in self.stream(objective, max_length):
+            request = dataclasses.replace(arrival.request, prompt=tuple(arrival.request.prompt))
+            answer = tuple(arrival.answer)
+            arrivals.append(dataclasses.replace(arrival, request=request, answer=answer))
+        return tuple(arrivals)
+
+    @abc.abstractmethod
+    def stream(self, objective: LatencyObjective, max_length: int) -> Iterator[Arrival]:
+        """Yield the same requests one by one: in the order of time, later turns behind the first.
+
+        Their tokens are in arrays, which take 8 bytes for each; a tuple of numbers takes 40.
 
         Args:
             objective: Promised latency of every request.
@@ -80,21 +98,19 @@ class GammaConfig(Workload):
     prefix_tokens: int = 512
     """Tokens of a shared beginning."""
 
-    def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
-        """Return the requests in the order of their ids."""
+    def stream(self, objective: LatencyObjective, max_length: int) -> Iterator[Arrival]:
+        """Yield the requests in the order of their ids."""
         rng = np.random.default_rng(self.seed)
         times = np.cumsum(rng.gamma(self.shape, 1.0 / (self.rate * self.shape), self.requests))
         prompts = _lengths(rng, self.prompt_median, 1.0, self.requests)
         answers = _lengths(rng, self.answer_median, 0.8, self.requests)
         shared = [_tokens(rng, self.prefix_tokens) for _ in range(self.prefixes)]
-        arrivals = []
         for id_ in range(self.requests):
-            prefix = shared[int(rng.integers(len(shared)))] if shared else ()
+            prefix = shared[int(rng.integers(len(shared)))] if shared else array.array("q")
             prompt = (prefix + _tokens(rng, int(prompts[id_])))[: max_length - 2]
             answer = _tokens(rng, min(int(answers[id_]), max_length - len(prompt)))
             request = _request(id_, prompt, answer, objective)
-            arrivals.append(Arrival(request=request, time=float(times[id_]), answer=answer))
-        return tuple(arrivals)
+            yield Arrival(request=request, time=float(times[id_]), answer=answer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,30 +128,28 @@ class SessionsConfig(Workload):
     answer_median: float = 100.0
     """Median of the tokens of an answer."""
 
-    def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
-        """Return the requests in the order of their ids."""
+    def stream(self, objective: LatencyObjective, max_length: int) -> Iterator[Arrival]:
+        """Yield the requests in the order of their ids."""
         rng = np.random.default_rng(self.seed)
         count = -(-self.requests // self.turns)
         starts = np.cumsum(rng.exponential(self.turns / self.rate, count))
-        arrivals: list[Arrival] = []
+        id_ = 0
         for session, start in enumerate(starts):
-            said: tuple[int, ...] = ()
-            for turn in range(min(self.turns, self.requests - len(arrivals))):
+            said = array.array("q")
+            for turn in range(min(self.turns, self.requests - id_)):
                 new = _tokens(rng, int(_lengths(rng, self.prompt_median, 0.7, 1)[0]))
                 answer = _tokens(rng, int(_lengths(rng, self.answer_median, 0.7, 1)[0]))
                 prompt = said + new
-                id_ = len(arrivals)
                 if len(prompt) + len(answer) > max_length:
                     break
-                arrival = Arrival(
+                yield Arrival(
                     request=_request(id_, prompt, answer, objective, f"session {session}"),
                     time=float(rng.exponential(self.pause)) if turn else float(start),
                     answer=answer,
                     after=id_ - 1 if turn else None,
                 )
-                arrivals.append(arrival)
+                id_ += 1
                 said = prompt + answer
-        return tuple(arrivals)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,24 +161,27 @@ class TraceFileConfig(Workload):
     path: str = ""
     """BurstGPT or Azure csv, or Mooncake jsonl."""
 
-    def arrivals(self, objective: LatencyObjective, max_length: int) -> tuple[Arrival, ...]:
-        """Return the requests in the order of their ids."""
+    def stream(self, objective: LatencyObjective, max_length: int) -> Iterator[Arrival]:
+        """Yield the requests in the order of their ids."""
         if not self.path:
             raise ValueError("path of the workload is empty: name a trace file")
         traced = read_trace(self.path)[: self.requests]
         if not traced:
             raise ValueError(f"path={self.path} has no request with an answer")
+        return self._draw(traced, objective, max_length)
+
+    def _draw(
+        self, traced: list[Traced], objective: LatencyObjective, max_length: int
+    ) -> Iterator[Arrival]:
         span = traced[-1].time - traced[0].time
         scale = (len(traced) / self.rate) / span if span else 0.0
         rng = np.random.default_rng(self.seed)
-        arrivals = []
         for id_, record in enumerate(traced):
             prompt = _traced_prompt(rng, record)[: max_length - 2]
             answer = _tokens(rng, min(record.answer, max_length - len(prompt)))
             request = _request(id_, prompt, answer, objective, record.session)
             time = (record.time - traced[0].time) * scale
-            arrivals.append(Arrival(request=request, time=time, answer=answer))
-        return tuple(arrivals)
+            yield Arrival(request=request, time=time, answer=answer)
 
 
 WORKLOADS = Registry("workload")
@@ -174,11 +191,11 @@ def _lengths(rng: np.random.Generator, median: float, sigma: float, count: int) 
     return np.clip(rng.lognormal(np.log(median), sigma, count), 2, 64 * median).astype(int)
 
 
-def _tokens(rng: np.random.Generator, count: int) -> tuple[int, ...]:
-    return tuple(rng.integers(VOCAB, size=max(count, 1)).tolist())
+def _tokens(rng: np.random.Generator, count: int) -> array.array[int]:
+    return array.array("q", rng.integers(VOCAB, size=max(count, 1)).tobytes())
 
 
-def _traced_prompt(rng: np.random.Generator, record: Traced) -> tuple[int, ...]:
+def _traced_prompt(rng: np.random.Generator, record: Traced) -> array.array[int]:
     """Return a prompt whose blocks are equal where the hashes of the trace are."""
     if not record.hashes:
         return _tokens(rng, record.prompt)
@@ -187,13 +204,13 @@ def _traced_prompt(rng: np.random.Generator, record: Traced) -> tuple[int, ...]:
         for name in record.hashes
         for place in range(record.block)
     ]
-    return tuple(tokens[: max(record.prompt, 1)])
+    return array.array("q", tokens[: max(record.prompt, 1)])
 
 
 def _request(
     id_: int,
-    prompt: tuple[int, ...],
-    answer: tuple[int, ...],
+    prompt: Sequence[int],
+    answer: Sequence[int],
     objective: LatencyObjective,
     session: str = "",
 ) -> Request:

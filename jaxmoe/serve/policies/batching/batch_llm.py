@@ -9,7 +9,10 @@ pool. Here the trie is of pages: a request waits while another computes the page
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 from jaxmoe.serve.draft import Draft
@@ -43,10 +46,12 @@ class BatchLLMConfig(BatchingConfig):
             length = len(sequence.request.prompt) + sequence.request.sampling.max_tokens
             return min(length, facts.max_length)
 
+        groups = _Groups()
+
         def plan(view: InstanceView) -> Plan:
+            view.waiting.watch(groups)
             draft = Draft(view)
-            for sequence in draft.decoding()[: self.budget]:
-                draft.single(sequence)
+            draft.decode(self.budget)
             prompts = draft.prompts()
             for sequence in prompts:
                 if not draft.piece(sequence, self.budget - draft.tokens()):
@@ -55,7 +60,7 @@ class BatchLLMConfig(BatchingConfig):
                 name for sequence in (*prompts, *view.busy) for name in sequence.prefix_names()
             }
             tokens = sum(map(final, view.running))
-            for sequence in _in_groups(view.waiting):
+            for sequence in groups if not draft.is_full else ():
                 hits = len(view.hits(sequence))
                 needs = sequence.prefix_names()[hits : hits + 1]
                 if needs and needs[0] in underway:
@@ -71,21 +76,76 @@ class BatchLLMConfig(BatchingConfig):
         return plan
 
 
-def _in_groups(waiting: tuple[Sequence, ...]) -> list[Sequence]:
-    """Return sequences by group, each in the order of the trie."""
-    groups: dict[bytes, list[Sequence]] = {}
-    for sequence in waiting:
-        root = sequence.prefix_names()[:1]
-        groups.setdefault(root[0] if root else b"%d" % sequence.id, []).append(sequence)
+class _Groups:
+    """Waiting sequences by group, each in the order of the trie; `QueueIndex`."""
 
-    def decoding(group: list[Sequence]) -> float:
-        pages = {name for sequence in group for name in sequence.prefix_names()}
-        prompt = len(pages) * group[0].page_size + len(group)
-        return sum(sequence.request.sampling.max_tokens for sequence in group) / prompt
+    def __init__(self) -> None:
+        self._groups: dict[bytes, _Group] = {}
+        self._order: list[tuple[float, tuple[int, int], bytes]] = []
+        """Share of decoding, less than 0, and first rank of each group, and its name; sorted."""
 
-    order = sorted(groups.values(), key=lambda group: (-decoding(group), group[0].rank))
-    return [
-        sequence
-        for group in order
-        for sequence in sorted(group, key=lambda o: (o.prefix_names(), o.rank))
-    ]
+    def __iter__(self) -> Iterator[Sequence]:
+        for *_, root in self._order:
+            yield from self._groups[root].members
+
+    def enter(self, sequence: Sequence) -> None:
+        """Take in a sequence that waits from now on."""
+        self._change(sequence, is_entering=True)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a sequence that does not wait any more."""
+        self._change(sequence, is_entering=False)
+
+    def _change(self, sequence: Sequence, *, is_entering: bool) -> None:
+        names = sequence.prefix_names()
+        root = names[0] if names else b"%d" % sequence.id
+        group = self._groups.setdefault(root, _Group())
+        if group.members:
+            del self._order[bisect.bisect_left(self._order, (*group.key(), root))]
+        group.change(sequence, names, is_entering=is_entering)
+        if group.members:
+            bisect.insort(self._order, (*group.key(), root))
+        else:
+            del self._groups[root]
+
+
+class _Group:
+    """Sequences with the same first page."""
+
+    def __init__(self) -> None:
+        self.members: list[Sequence] = []
+        """In the order of the trie."""
+        self._ranks: list[tuple[int, int]] = []
+        self._pages: collections.Counter[bytes] = collections.Counter()
+        self._num_drawn = 0
+
+    def key(self) -> tuple[float, tuple[int, int]]:
+        """Return the place among the groups: by the share of decoding, then by rank."""
+        prompt = len(self._pages) * self.members[0].page_size + len(self.members)
+        return -(self._num_drawn / prompt), self._ranks[0]
+
+    def change(self, sequence: Sequence, names: list[bytes], *, is_entering: bool) -> None:
+        """Add a sequence, or take it out.
+
+        Args:
+            sequence: Sequence.
+            names: Names of its pages that may be shared.
+            is_entering: Whether it is added.
+        """
+        if is_entering:
+            bisect.insort(self.members, sequence, key=_in_trie)
+            bisect.insort(self._ranks, sequence.rank)
+            self._pages.update(names)
+            self._num_drawn += sequence.request.sampling.max_tokens
+            return
+        del self.members[bisect.bisect_left(self.members, _in_trie(sequence), key=_in_trie)]
+        del self._ranks[bisect.bisect_left(self._ranks, sequence.rank)]
+        self._num_drawn -= sequence.request.sampling.max_tokens
+        for name in names:
+            self._pages[name] -= 1
+            if not self._pages[name]:
+                del self._pages[name]
+
+
+def _in_trie(sequence: Sequence) -> tuple[list[bytes], tuple[int, int]]:
+    return sequence.prefix_names(), sequence.rank

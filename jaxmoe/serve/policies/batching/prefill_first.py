@@ -9,6 +9,7 @@ computed together, and running sequences stand still meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 from jaxmoe.serve.draft import Draft
@@ -36,15 +37,14 @@ class PrefillFirstConfig(BatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for sequence in (*draft.prompts(), *view.waiting):
+            for sequence in itertools.chain(draft.prompts(), view.waiting):
                 num_left = draft.left(sequence)
                 if draft.tokens() and draft.tokens() + num_left > self.budget:
                     break
                 if not draft.piece(sequence, num_left):
                     break
             if not draft.tokens():
-                for sequence in draft.decoding():
-                    draft.single(sequence)
+                draft.decode()
             return draft.plan()
 
         return plan

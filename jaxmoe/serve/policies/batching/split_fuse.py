@@ -9,6 +9,7 @@ ones are composed until the budget is full, so that every step costs about the s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar
 
 from jaxmoe.serve.draft import Draft
@@ -36,9 +37,8 @@ class SplitFuseConfig(BatchingConfig):
 
         def plan(view: InstanceView) -> Plan:
             draft = Draft(view)
-            for sequence in draft.decoding()[: self.budget]:
-                draft.single(sequence)
-            for sequence in (*draft.prompts(), *view.waiting):
+            draft.decode(self.budget)
+            for sequence in itertools.chain(draft.prompts(), view.waiting):
                 if not draft.piece(sequence, self.budget - draft.tokens()):
                     break
             return draft.plan()

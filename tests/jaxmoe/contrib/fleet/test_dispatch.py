@@ -47,6 +47,7 @@ def simulated_fleet(given, config, num_instances, facts, routes):
         num_instances=num_instances,
         dispatch=config,
         keeps_plans=True,
+        keeps_sequences=True,
     )
     place = simulation.fleet._dispatcher.place
 
@@ -269,6 +270,7 @@ def test_copies_over_a_link_are_sent_one_after_the_other():
         cost,
         num_instances=2,
         dispatch=DISPATCH["dist_serve"](),
+        keeps_sequences=True,
     ).run()
     sent = 6 * 200 * SIZES.kv_bytes / slow.far_bandwidth
     assert simulation.now > sent and set(simulation.sequences) == set(range(6))
@@ -316,7 +318,13 @@ def test_each_eviction_has_a_step_since_the_admission(name, pages, monkeypatch):
         if len(one.request.prompt) + one.request.sampling.max_tokens < facts.max_length
     ]
     simulation = Simulation(
-        fitting, facts, BATCHING["split_fuse"](), COST, num_instances=2, dispatch=DISPATCH[name]()
+        fitting,
+        facts,
+        BATCHING["split_fuse"](),
+        COST,
+        num_instances=2,
+        dispatch=DISPATCH[name](),
+        keeps_sequences=True,
     ).run()
     assert set(simulation.sequences) == {one.request.id for one in fitting}
     assert len(evicted) < len(fitting)

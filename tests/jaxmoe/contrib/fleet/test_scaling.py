@@ -15,7 +15,7 @@ from jaxmoe.contrib.fleet.scaling import SCALING, PolcaConfig
 from jaxmoe.contrib.fleet.scaling.base import ScalingView, rate_within
 from jaxmoe.contrib.fleet.scaling.slo import SLOConfig
 from jaxmoe.contrib.serving_lab.simulation import Simulation, measure
-from jaxmoe.contrib.serving_lab.simulation.measures import latency
+from jaxmoe.contrib.serving_lab.simulation.answers import latency
 from jaxmoe.serve import BATCHING, LatencyObjective
 from jaxmoe.serve.facts import WorkPart
 from tests.support.simulated import COST, FACTS, arrivals
@@ -40,6 +40,7 @@ def scaled(
         num_instances=number,
         dispatch=DISPATCH[dispatch](),
         scaling=config,
+        keeps_sequences=True,
     ).run()
 
 
@@ -82,7 +83,9 @@ def test_slo_without_limits_keeps_one_instance():
 
 def test_an_instance_that_drains_ends_what_it_has_and_takes_nothing_more():
     given = crowd(requests=40, answer_median=100.0)
-    simulation = Simulation(given, FACTS, BATCHING["split_fuse"](), COST, num_instances=2)
+    simulation = Simulation(
+        given, FACTS, BATCHING["split_fuse"](), COST, num_instances=2, keeps_sequences=True
+    )
     left, submit = {}, simulation.fleet.submit
 
     def noted(request, now):

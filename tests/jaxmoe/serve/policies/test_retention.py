@@ -27,7 +27,8 @@ def taken(pool, count, after=None):
 def swapping(retention, facts=TIGHT):
     given = arrivals(rate=4000.0, answer_median=100.0, requests=10)
     config = BATCHING["split_fuse"]()
-    return given, Simulation(given, facts, config, COST, retention=retention).run()
+    simulation = Simulation(given, facts, config, COST, retention=retention, keeps_sequences=True)
+    return given, simulation.run()
 
 
 @pytest.mark.parametrize("name", RETENTION)
