@@ -66,7 +66,8 @@ class Draft:
         """Return the running sequences without work of which more than one token is left."""
         used = self._used
         computed = self._computed
-        free = [o for o in self._running.values() if o.id not in used]
+        running = self._running
+        free = [o for o in running.values() if o.id not in used] if len(used) < len(running) else []
         return [o for o in free if len(o.tokens) - computed.get(o.id, o.computed) > 1]
 
     def left(self, sequence: Sequence) -> int:

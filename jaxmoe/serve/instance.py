@@ -22,11 +22,13 @@ from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import EvictionKind, Plan
 from jaxmoe.serve.queues import Queues
-from jaxmoe.serve.requests import End, EndReason, Event, Request, Token
+from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.rules import check
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep, Swap, Work
 from jaxmoe.serve.view import InstanceView
+
+_NOTHING = Plan()
 
 
 class Instance:
@@ -147,14 +149,17 @@ class Instance:
 
     def _visible(self, now: float) -> dict[str, Any]:
         """Return the fields of a view."""
-        running = self.queues.running.values()
+        running = tuple(self.queues.running.values())
+        busy = tuple([sequence for sequence in running if sequence.is_busy])
+        if busy:
+            running = tuple([sequence for sequence in running if not sequence.is_busy])
         swapped = self.queues.swapped.values()
         return {
             "now": now,
             "facts": self.facts,
             "pool": self.pool,
-            "running": tuple([sequence for sequence in running if not sequence.is_busy]),
-            "busy": tuple([sequence for sequence in running if sequence.is_busy]),
+            "running": running,
+            "busy": busy,
             "waiting": self.queues.waiting,
             "swapped": tuple(sorted(swapped, key=lambda sequence: sequence.rank)),
             "flying": tuple(self.flying),
@@ -175,9 +180,9 @@ class Instance:
         Returns:
             The plan, and steps to be executed and then given to `apply`.
         """
+        if self.is_idle or len(self.flying) >= self.facts.steps_at_once:
+            return _NOTHING, ()
         view = self.view(now)
-        if self.is_idle or not view.is_free:
-            return Plan(), ()
         plan = policy(view)
         return plan, self.start(plan, now, view)
 
@@ -360,39 +365,24 @@ class Instance:
             sequence.pages += pages
 
     def _work(self, id_: int, count: int) -> Work:
-        """Take the pages of the next tokens of a sequence, and return their work.
-
-        Args:
-            id_: Running sequence.
-            count: Tokens.
-        """
         sequence = self.queues.running[id_]
-        end = sequence.computed + count
+        start = sequence.computed
+        end = start + count
         size = self.facts.page_size
         pages = sequence.pages
         if end > len(pages) * size:
             self._grow(sequence, end)
-        for number in range(sequence.computed // size, (end - 1) // size + 1):
+        for number in range(start // size, (end - 1) // size + 1):
             if not self.pool.is_writable(pages[number]):
                 raise AssertionError(f"sequence {id_} would write to a shared or named page")
         sequence.is_busy = True
-        return self._describe(sequence, end)
-
-    def _describe(self, sequence: Sequence, end: int) -> Work:
-        """Return the work of the next tokens of a sequence.
-
-        Args:
-            sequence: Running sequence with their pages.
-            end: Position behind the last of them.
-        """
-        start = sequence.computed
         request = sequence.request
         tokens = sequence.tokens
-        index = len(tokens) - len(request.prompt)
-        draws = end == len(tokens)
         ids = tuple(tokens[start:end])
-        table = tuple(sequence.pages)
-        return Work(sequence.id, ids, start, table, draws, index, request.sampling, request.adapter)
+        draws = end == len(tokens)
+        index = len(tokens) - len(request.prompt)
+        sampling = request.sampling
+        return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter)
 
     def _take_over(
         self, sequence: Sequence, work: Work, result: Any, now: float
@@ -405,24 +395,26 @@ class Instance:
             result: Result of the work; None where it draws nothing, or after a cancellation.
             now: Seconds on the instance's clock.
         """
-        self.num_computed += len(work.tokens)
-        sequence.computed += len(work.tokens)
+        self._advance(sequence, len(work.tokens))
+        return () if result is None else self._write(sequence, result, now)
+
+    def _advance(self, sequence: Sequence, count: int) -> None:
+        """Count computed tokens, and name the pages that they have filled.
+
+        Args:
+            sequence: Sequence of the tokens.
+            count: Their number.
+        """
+        self.num_computed += count
+        sequence.computed += count
         num_full = sequence.computed // self.facts.page_size
         if self.has_sharing and num_full > sequence.named:
             names = sequence.names()
             for number in range(sequence.named, num_full):
                 self.pool.name(sequence.pages[number], names[number])
                 sequence.named = number + 1
-        return () if result is None else self._write(sequence, result, now)
 
-    def _write(self, sequence: Sequence, result: Any, now: float) -> tuple[Event, ...]:
-        """Add what a work has drawn; return the events of it.
-
-        Args:
-            sequence: Sequence of the work.
-            result: `Result`; subclasses may take another.
-            now: Seconds on the instance's clock.
-        """
+    def _write(self, sequence: Sequence, result: Result, now: float) -> tuple[Event, ...]:
         token = Token(sequence.id, sequence.num_written, result)
         sequence.append(result.token, now)
         reason = self._ending(sequence, result.token)

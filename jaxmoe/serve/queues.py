@@ -36,7 +36,7 @@ class WaitingQueue(collections.abc.Sequence[Sequence]):
     """Waiting sequences in the order of priority and arrival.
 
     They lie in blocks, so that to enter and to leave costs the same in a long queue as in a short
-    one. Whoever iterates sees the queue as it is, and changes nothing meanwhile.
+    one. An iteration sees the queue as it is, which must not change meanwhile.
     """
 
     def __init__(self) -> None:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
-from jaxmoe.contrib.serving_lab.layers import LayersInstance
+from jaxmoe.contrib.serving_lab.layers import LayersInstance, LayersWork
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import Plan, PlanError, PromptPiece
-from jaxmoe.serve.step import EngineStep
+from jaxmoe.serve.requests import End, Event, Result
+from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.step import EngineStep, Work
 from jaxmoe.serve.view import InstanceView
 
 
@@ -57,6 +60,26 @@ class LaneStep(EngineStep):
 
 class LanesInstance(LayersInstance):
     """Requests of one simulated instance, whose device may be split."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        policy: str = "policy",
+        *,
+        has_sharing: bool = True,
+        has_tokens: bool = True,
+    ):
+        """Make an instance without requests.
+
+        Args:
+            facts: Its properties.
+            policy: Name of the policy, for messages.
+            has_sharing: Whether requests share the pages of equal beginnings.
+            has_tokens: Whether works result in `Result`s, and tokens are events; else in token ids,
+                and only the ends of answers are events.
+        """
+        super().__init__(facts, policy, has_sharing=has_sharing)
+        self._has_tokens = has_tokens
 
     def start(
         self, plan: Plan, now: float, view: InstanceView | None = None
@@ -106,6 +129,22 @@ class LanesInstance(LayersInstance):
             )
         self.flying[-1:] = parts
         return tuple(parts)
+
+    def _take_over(
+        self, sequence: Sequence, work: Work, result: Any, now: float
+    ) -> tuple[Event, ...]:
+        if self._has_tokens:
+            return super()._take_over(sequence, work, result, now)
+        if isinstance(work, LayersWork):
+            drawn = None if result is None else Result(result)
+            events = super()._take_over(sequence, work, drawn, now)
+            return tuple(event for event in events if isinstance(event, End))
+        self._advance(sequence, len(work.tokens))
+        if result is None:
+            return ()
+        sequence.append(result, now)
+        reason = self._ending(sequence, result)
+        return () if reason is None else (self.end(sequence, reason),)
 
 
 def lanes_of(plan: Plan) -> tuple[Lane, ...]:

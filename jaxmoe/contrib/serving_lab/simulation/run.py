@@ -29,45 +29,9 @@ from jaxmoe.serve.facts import Facts, WorkPart
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import BatchingConfig
 from jaxmoe.serve.policies.retention import RetentionConfig
-from jaxmoe.serve.requests import End, EndReason, Event
+from jaxmoe.serve.requests import End, Event
 from jaxmoe.serve.sequence import Sequence as ServedSequence
-from jaxmoe.serve.step import EngineStep, Work
-
-
-class _SimulatedInstance(LanesInstance):
-    """An instance whose works have no token ids and pages, since nobody computes them.
-
-    Its results are token ids alone, and its events the ends of answers.
-    """
-
-    def __init__(self, facts: Facts, policy: str):
-        super().__init__(facts, policy)
-        self._ended: list[ServedSequence] = []
-
-    def take_ended(self) -> list[ServedSequence]:
-        """Return the sequences that have ended since the last call."""
-        ended = self._ended
-        if ended:
-            self._ended = []
-        return ended
-
-    def end(self, sequence: ServedSequence, reason: EndReason, message: str = "") -> End:
-        """End a sequence that no step computes."""
-        self._ended.append(sequence)
-        return super().end(sequence, reason, message)
-
-    def _describe(self, sequence: ServedSequence, end: int) -> Work:
-        start = sequence.computed
-        request = sequence.request
-        length = len(sequence.tokens)
-        index = length - len(request.prompt)
-        count = range(end - start)
-        return Work(sequence.id, count, start, (), end == length, index, request.sampling)
-
-    def _write(self, sequence: ServedSequence, result: int, now: float) -> tuple[Event, ...]:
-        sequence.append(result, now)
-        reason = self._ending(sequence, result)
-        return () if reason is None else (self.end(sequence, reason),)
+from jaxmoe.serve.step import EngineStep
 
 
 class Simulation:
@@ -132,7 +96,7 @@ class Simulation:
         self.busy_seconds = [0.0] * num_instances
         self._cost, self.meter = cost, PowerMeter()
         self.fleet = Fleet(
-            [_SimulatedInstance(facts, batching.name) for _ in range(num_instances)],
+            [LanesInstance(facts, batching.name, has_tokens=False) for _ in range(num_instances)],
             [batching.build(facts) for _ in range(num_instances)],
             dispatch,
         )
@@ -289,15 +253,18 @@ class Simulation:
 
     def _end(self, number: int, step: EngineStep) -> None:
         instance = self.fleet.instances[number]
-        assert isinstance(instance, _SimulatedInstance)
-        live = self._live
+        sequences = instance.queues.sequences
         works = (*step.singles, *step.pieces)
-        results = {work.id: live[work.id].answer[work.index] for work in works if work.draws}
-        self._note(self.fleet.apply(number, step, results, self.now))
-        for sequence in instance.take_ended():
-            self.answers.add(sequence)
-            if self._keeps_sequences:
-                self.sequences[sequence.id] = sequence
+        live = {work.id: sequences[work.id] for work in works}
+        requests = self._live
+        results = {work.id: requests[work.id].answer[work.index] for work in works if work.draws}
+        events = self.fleet.apply(number, step, results, self.now)
+        self._note(events)
+        for event in events:
+            if isinstance(event, End):
+                self.answers.add(live[event.id])
+                if self._keeps_sequences:
+                    self.sequences[event.id] = live[event.id]
 
     def _note(self, events: Sequence[Event], *, is_refused: bool = False) -> None:
         for event in events:
@@ -312,6 +279,8 @@ class Simulation:
         chip = self._cost.chip
         size = self._cost.sizes.kv_bytes
         swaps = (*step.out, *step.back)
+        if not swaps:
+            return 0.0
         page = self.fleet.instances[0].facts.page_size
         moved = sum(swap.num_tokens - swap.kept * page for swap in swaps) * size
         copies = sum(swap.num_runs for swap in swaps)

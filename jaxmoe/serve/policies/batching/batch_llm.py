@@ -46,7 +46,7 @@ class BatchLLMConfig(BatchingConfig):
             length = len(sequence.request.prompt) + sequence.request.sampling.max_tokens
             return min(length, facts.max_length)
 
-        groups = _Groups()
+        groups = _PrefixGroups()
 
         def plan(view: InstanceView) -> Plan:
             view.waiting.watch(groups)
@@ -76,11 +76,11 @@ class BatchLLMConfig(BatchingConfig):
         return plan
 
 
-class _Groups:
+class _PrefixGroups:
     """Waiting sequences by group, each in the order of the trie; `QueueIndex`."""
 
     def __init__(self) -> None:
-        self._groups: dict[bytes, _Group] = {}
+        self._groups: dict[bytes, _PrefixGroup] = {}
         self._order: list[tuple[float, tuple[int, int], bytes]] = []
         """Share of decoding, less than 0, and first rank of each group, and its name; sorted."""
 
@@ -99,7 +99,7 @@ class _Groups:
     def _change(self, sequence: Sequence, *, is_entering: bool) -> None:
         names = sequence.prefix_names()
         root = names[0] if names else b"%d" % sequence.id
-        group = self._groups.setdefault(root, _Group())
+        group = self._groups.setdefault(root, _PrefixGroup())
         if group.members:
             del self._order[bisect.bisect_left(self._order, (*group.key(), root))]
         group.change(sequence, names, is_entering=is_entering)
@@ -109,7 +109,7 @@ class _Groups:
             del self._groups[root]
 
 
-class _Group:
+class _PrefixGroup:
     """Sequences with the same first page."""
 
     def __init__(self) -> None:

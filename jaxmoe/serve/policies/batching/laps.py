@@ -81,7 +81,7 @@ class LapsConfig(BatchingConfig):
 
 
 class _Prompts:
-    """Prompts by their length, read from the queue as far as somebody asks for them.
+    """Prompts by their length, read from the queue as far as a plan needs them.
 
     What is left of a prompt depends on the pages that are in the pool right now, which no order of
     the queue can know. So the queue is read up to the first prompt of each length; a queue of one

@@ -13,7 +13,8 @@ from jaxmoe.contrib.fleet.dispatch import DISPATCH
 from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.shares import LanesInstance
-from jaxmoe.serve import Request, Result, Sampling
+from jaxmoe.serve import Request, Sampling
+from jaxmoe.serve.queues import WaitingQueue
 from jaxmoe.serve.sequence import Sequence
 from tests.support.simulated import COST, FACTS
 
@@ -26,8 +27,14 @@ WAITS = {"dual_map", "prfaas"}
 
 @contextlib.contextmanager
 def looks(monkeypatch):
-    """Count what is read of all sequences."""
+    """Count what is read of all sequences, and those that are taken from a queue."""
     seen = []
+    read_queue = WaitingQueue.__iter__
+
+    def iterate(queue):
+        for sequence in read_queue(queue):
+            seen.append("queue")
+            yield sequence
 
     def counted(name):
         slot = getattr(Sequence, name)
@@ -41,6 +48,7 @@ def looks(monkeypatch):
     with monkeypatch.context() as patch:
         for name in LOOKS:
             patch.setattr(Sequence, name, counted(name))
+        patch.setattr(WaitingQueue, "__iter__", iterate)
         yield seen
 
 
@@ -55,7 +63,7 @@ def steps(fleet, numbers):
         for _ in range(2):  # both lanes
             _, started = fleet.start(0, float(now))
             for step in started:
-                results = {work.id: Result(7) for work in step.works if work.draws}
+                results = {work.id: 7 for work in step.works if work.draws}
                 fleet.apply(0, step, results, float(now))
         fleet.balance(float(now))
 
@@ -66,7 +74,7 @@ def crowded(batching, num_waiting, dispatch="least_loaded", number=1):
     facts = dataclasses.replace(FACTS, **sizes)
     fields = {"border": 32, "budget": 64} if batching == "laps" else {}
     policies = [EVERY_BATCHING[batching](**fields).build(facts) for _ in range(number)]
-    instances = [LanesInstance(facts, batching) for _ in range(number)]
+    instances = [LanesInstance(facts, batching, has_tokens=False) for _ in range(number)]
     fleet = Fleet(instances, policies, DISPATCH[dispatch]())
     for id_ in range(num_waiting):
         instances[0].submit(request(id_), 0.0)
