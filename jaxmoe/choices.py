@@ -35,6 +35,16 @@ class Choice:
     shown: str = ""
     needs: tuple[str, ...] = ()
 
+    @property
+    def fields(self) -> frozenset[str]:
+        """First names of the fields without which it is not tested."""
+        return frozenset(self.needs or (self.path.partition(".")[0],))
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """First names of the fields that the test reads; an empty one for a whole config."""
+        return frozenset((self.path.partition(".")[0], *self.needs))
+
     def is_made(self, values: Mapping[str, tuple[Any, ...]]) -> bool:
         """Whether a config with these values by dotted path makes this choice."""
         return any(map(self.test, values[self.path]))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import pkgutil
 import types
 from typing import Any, Final
@@ -38,6 +37,8 @@ from jaxmoe.choices import (
     values_at,
 )
 from sharding.state_layouts import STATE_LAYOUTS
+
+_Entry = tuple[str, tuple[str | int, ...], str]
 
 
 class CombinationError(ValueError):
@@ -75,9 +76,7 @@ class Row:
     @property
     def fields(self) -> frozenset[str]:
         """First names of the two paths."""
-        choices = (self.first, self.second)
-        names = (choice.needs or (choice.path.partition(".")[0],) for choice in choices)
-        return frozenset(itertools.chain.from_iterable(names))
+        return self.first.fields | self.second.fields
 
 
 def check(**fields: Any) -> None:
@@ -91,6 +90,26 @@ def check(**fields: Any) -> None:
         CombinationError: The config makes both choices of a row.
     """
     _check(types.SimpleNamespace(**fields), frozenset(fields))
+
+
+def check_between(**fields: Any) -> None:
+    """Refuse choices of two configs that do not combine; each has refused its own where it was
+    made. What the first one, which is hashable, leaves open is remembered.
+
+    Args:
+        **fields: Configs by their names in the config of a run.
+
+    Raises:
+        CombinationError: The configs make both choices of a row.
+    """
+    name = next(iter(fields))
+    config = types.SimpleNamespace(**fields)
+    values = _Values(config)
+    entries, addresses = _entries_beside(name, fields[name], frozenset(fields))
+    for address in dict.fromkeys(("", *addresses, *_addresses_of(entries, values))):
+        for row in _rows_beside(address, name, fields[name], frozenset(fields)):
+            if row.first.is_made(values) and row.second.is_made(values):
+                raise CombinationError(row.refusal(config))
 
 
 def check_config(config: Any) -> None:
@@ -107,12 +126,8 @@ def check_config(config: Any) -> None:
 
 def _check(config: Any, names: frozenset[str]) -> None:
     values = _Values(config)
-    addresses = dict.fromkeys(
-        address
-        for path, members, address in ADDRESSES
-        if any(_is_named(value, members) for value in values[path])
-    )
-    for address in ("", *addresses):
+    entries = _entries_about(names) if isinstance(config, types.SimpleNamespace) else ADDRESSES
+    for address in ("", *_addresses_of(entries, values)):
         for row in _rows_between(address, names):
             if row.first.is_made(values) and row.second.is_made(values):
                 raise CombinationError(row.refusal(config))
@@ -146,11 +161,52 @@ def rows_at(address: str) -> tuple[Row, ...]:
     return pkgutil.resolve_name(address)
 
 
+def _addresses_of(entries: tuple[_Entry, ...], values: _Values) -> tuple[str, ...]:
+    """Return the addresses that a config names."""
+    return tuple(
+        dict.fromkeys(
+            address
+            for path, members, address in entries
+            if any(_is_named(value, members) for value in values[path])
+        )
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def _rows_between(address: str, names: frozenset[str]) -> tuple[Row, ...]:
     """Return the rows at an address, those of the core at the empty one, about some fields."""
     rows = rows_at(address) if address else ROWS
     return tuple(row for row in rows if row.fields <= names)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_beside(address: str, name: str, config: Any, names: frozenset[str]) -> tuple[Row, ...]:
+    """Return the rows at an address about several fields whose choices of one config are made."""
+    values = _Values(types.SimpleNamespace(**{name: config}))
+    return tuple(
+        row
+        for row in _rows_between(address, names)
+        if len(row.fields) > 1
+        and all(
+            choice.reads != {name} or choice.is_made(values) for choice in (row.first, row.second)
+        )
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _entries_beside(
+    name: str, config: Any, names: frozenset[str]
+) -> tuple[tuple[_Entry, ...], tuple[str, ...]]:
+    """Return the lines of ADDRESSES about other fields, and the addresses that a config names."""
+    values = _Values(types.SimpleNamespace(**{name: config}))
+    addresses = _addresses_of(_entries_about(frozenset((name,))), values)
+    return _entries_about(names - {name}), addresses
+
+
+@functools.cache
+def _entries_about(names: frozenset[str]) -> tuple[_Entry, ...]:
+    """Return the lines of ADDRESSES about some fields."""
+    return tuple(entry for entry in ADDRESSES if entry[0].partition(".")[0] in names)
 
 
 def _is_named(value: Any, members: tuple[str | int, ...]) -> bool:

@@ -20,7 +20,7 @@ from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels.backend import platform
 from sharding.constrain import Placement
 from sharding.expert_parallel import Dispatcher, LocalConfig, ResidentConfig
-from sharding.fold import MoEMesh, refine
+from sharding.fold import MoEMesh, Refinement, refine
 from sharding.mesh import MeshConfig
 from sharding.pipeline import InterleavedConfig, PipelineOrder
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
@@ -261,10 +261,18 @@ class ExecutionConfig:
 
 @functools.lru_cache(maxsize=4096)  # a search asks for each of thousands many times
 def _state_layout(rules: StateLayoutName, mesh: MeshConfig, fold: MoEMesh | None) -> StateLayout:
+    refinement = None if fold is None else refine(mesh.by_axis, fold).without_sizes
+    return _layout_of_pieces(rules, mesh.stage != 1, refinement)
+
+
+@functools.lru_cache(maxsize=256)  # so that meshes share what their rules remember
+def _layout_of_pieces(
+    rules: StateLayoutName, has_stages: bool, refinement: Refinement | None
+) -> StateLayout:
     layout = STATE_LAYOUTS[rules]
-    if mesh.stage != 1:
+    if has_stages:
         layout = layout.on_stages()
-    return layout if fold is None else layout.on_fold(refine(mesh.by_axis, fold))
+    return layout if refinement is None else layout.on_fold(refinement)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -189,10 +189,15 @@ class ParameterTable:
         Raises:
             ValueError: A dimension does not divide; names the parameter and both sizes.
         """
+        shards = {
+            name: math.prod(mesh_shape[axis] for axis in rules.mesh_axes(name))
+            for name in {name for row in self for name in row.declaration.axes}
+        }
         for row in self:
             axes = row.declaration.axes
-            fields = {**FIELDS, **dict(row.fields)}
-            rules.check_divides(row.path, row.shape, axes, mesh_shape, fields)
+            if any(size % shards[name] for size, name in zip(row.shape, axes, strict=True)):
+                fields = {**FIELDS, **dict(row.fields)}
+                rules.check_divides(row.path, row.shape, axes, mesh_shape, fields)
 
     @property
     def total(self) -> int:

@@ -22,6 +22,7 @@ attention leaves on a device enters the experts' all-to-all there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -62,6 +63,12 @@ class Refinement:
     expert_data: tuple[str, ...]
     """Pieces that split neither."""
 
+    @property
+    def without_sizes(self) -> Refinement:
+        """The same with the names of the pieces and no sizes: many meshes share it."""
+        dense = tuple((axis, tuple((name, 1) for name, _ in parts)) for axis, parts in self.dense)
+        return dataclasses.replace(self, dense=dense)
+
     def names(self, axis: str) -> tuple[str, ...]:
         """Return the pieces of a mesh axis, or the axis itself where it is not cut."""
         parts = dict(self.dense).get(axis)
@@ -80,6 +87,12 @@ def refine(sizes: Mapping[str, int], fold: MoEMesh) -> Refinement:
             is not 1, the experts' sizes do not divide the devices of a replica, or there is no
             common refinement.
     """
+    return _refine(tuple(sizes.items()), fold)
+
+
+@functools.lru_cache(maxsize=4096)  # a search asks for each of thousands many times
+def _refine(items: tuple[tuple[str, int], ...], fold: MoEMesh) -> Refinement:
+    sizes = dict(items)
     is_open = sizes[DATA] == -1 and fold.expert * fold.expert_tensor == 1
     if is_open:  # cut nowhere, whatever its size
         sizes = {**sizes, DATA: 2}

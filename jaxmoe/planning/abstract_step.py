@@ -26,7 +26,7 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.state import TrainState, layers_on_host, state_around, trained_part
 from jaxmoe.training.step import Step
 from sharding.axes import BATCH_AXES, pieces
-from sharding.mesh import abstract_mesh
+from sharding.mesh import abstract_mesh, named_sizes
 from sharding.pipeline import Paths
 
 AnyMesh = Mesh | AbstractMesh
@@ -64,6 +64,11 @@ class StepPlan(Step):
     def mesh(self) -> AbstractMesh:
         """Abstract mesh, folded as the execution has it."""
         return abstract_mesh(self.execution.mesh, fold=self.execution.mesh_fold)
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, pieces of a folded one included."""
+        return dict(zip(*named_sizes(self.execution.mesh, self.execution.mesh_fold), strict=True))
 
     def on(self, execution: ExecutionConfig) -> StepPlan:
         """Return the same step under another execution, with new partition specs."""

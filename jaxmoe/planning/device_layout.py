@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the shares of a model that a mesh and its rules give to one device.
 
-None of them depends on the micro-batches or on remat: a search computes them once for all numbers
-and choices of these (`Sizes.at`).
+They depend on mesh, fold, rules and on whether the dispatcher spreads experts
+(`DeviceLayout.record`): a search computes them once for all numbers of micro-batches, remats,
+schedules and dispatchers.
 
     a parameter, sharded over the axes of its spec, is gathered for use over all of them but the
     tensor axis of dense layers, and the experts' own axes if the dispatcher sends rows to them
@@ -19,11 +20,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from jax.sharding import PartitionSpec
 
-from jaxmoe.execution import Remat
+from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.models.flops import flops_per_token, matmul_parameters, stack_mixing_flops
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec, ParameterTable
@@ -130,14 +131,20 @@ class DeviceLayout:
     """Shares of one device of a mesh."""
 
     plan: StepPlan
-    """A plan on the mesh; its micro-batches and remat are not read."""
+    """A plan on the mesh; of its choices only those of `record` are read."""
     flops: TokenFlops
     """FLOPs of a token on all devices."""
+
+    @staticmethod
+    def record(execution: ExecutionConfig) -> tuple[Hashable, ...]:
+        """Return all that differs between the layouts of the executions that a search compares."""
+        spreads_experts = execution.dispatcher.traits.spreads_experts
+        return execution.mesh, execution.fold, execution.rules, spreads_experts
 
     @functools.cached_property
     def mesh(self) -> dict[str, int]:
         """Devices along each mesh axis."""
-        return dict(self.plan.mesh.shape)
+        return self.plan.mesh_sizes
 
     @functools.cached_property
     def rules(self) -> LogicalAxisRules:

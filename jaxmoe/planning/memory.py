@@ -94,7 +94,10 @@ class HeldStack(NamedTuple):
 
 
 def estimate_memory(
-    plan: StepPlan, platform: Platform, state: TrainState | None = None
+    plan: StepPlan,
+    platform: Platform,
+    state: TrainState | None = None,
+    sizes: Sizes | None = None,
 ) -> MemoryEstimate:
     """Return the memory of one device in a train step.
 
@@ -102,10 +105,11 @@ def estimate_memory(
         plan: Step to estimate.
         platform: Platform with the array layouts.
         state: `abstract_state` of the plan, where it is known; it costs most of the time.
+        sizes: Sizes of the plan, where they are known.
     """
     mesh = plan.mesh
     state = abstract_state(plan, mesh) if state is None else state
-    without_state = least_memory(Sizes.of(plan), platform)
+    without_state = least_memory(Sizes.of(plan) if sizes is None else sizes, platform)
 
     def of(tree: object) -> int:
         return device_bytes(jax.tree.leaves(tree), platform)

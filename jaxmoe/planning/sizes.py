@@ -56,7 +56,7 @@ class Sizes:
             flops: `TokenFlops.of` the plan, where it is known.
         """
         flops = TokenFlops.of(plan) if flops is None else flops
-        return cls._on(DeviceLayout(plan=plan, flops=flops), plan)
+        return cls.on(DeviceLayout(plan=plan, flops=flops), plan)
 
     def at(self, plan: StepPlan) -> Sizes:
         """Return the sizes of the same step with other micro-batches or another remat.
@@ -64,10 +64,16 @@ class Sizes:
         Args:
             plan: The step; on the same mesh, with the same rules, dispatcher and model.
         """
-        return self._on(self.layout, plan)
+        return self.on(self.layout, plan)
 
     @classmethod
-    def _on(cls, layout: DeviceLayout, plan: StepPlan) -> Sizes:
+    def on(cls, layout: DeviceLayout, plan: StepPlan) -> Sizes:
+        """Return the sizes of a plan whose layout is known.
+
+        Args:
+            layout: Layout of a plan with the same `DeviceLayout.record`.
+            plan: The step.
+        """
         sequences = plan.batch_size / plan.accumulation / layout.shards(ax.ACT_BATCH)
         tokens = sequences * plan.sequence_length
         return cls(

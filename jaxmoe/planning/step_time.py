@@ -36,8 +36,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.host_link import disk_bytes, host_traffic
@@ -47,6 +48,15 @@ from jaxmoe.planning.traffic import HIDEABLE, Traffic, traffic_of, waited_traffi
 from sharding import axes as ax
 
 _STREAM_PASSES = 30
+_AXES_OF_ROWS = (
+    ax.ACT_BATCH,
+    ax.ACT_SEQ,
+    ax.ACT_SEQ_INNER,
+    ax.ACT_HEADS,
+    ax.EXPERTS,
+    ax.EXPERT_MLP,
+)
+"""Logical axes whose rules `waited_traffic` reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +154,17 @@ def least_time(sizes: Sizes, chip: Chip) -> float:
     waited = sum(seconds_of(entry, sizes.mesh, chip) for entry in waited_traffic(sizes))
     # A sum in another order may differ in its last digits.
     return (compute_seconds(sizes, chip) + waited) * (1 - 1e-9)
+
+
+def least_time_record(execution: ExecutionConfig) -> tuple[Hashable, ...]:
+    """Return all that differs between the `least_time` of the executions that a search compares,
+    beside remat and micro-batches: the layouts of training state share it.
+
+    Args:
+        execution: Execution with every size of its mesh filled in.
+    """
+    axes = tuple(map(execution.axis_rules.mesh_axes, _AXES_OF_ROWS))
+    return execution.mesh, execution.fold, execution.pipeline, execution.dispatcher, axes
 
 
 def compute_seconds(sizes: Sizes, chip: Chip) -> float:

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -50,11 +51,12 @@ from jaxmoe.layers.sequences import choose_form
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.device_layout import ParameterShares
-from jaxmoe.planning.pipelines import counts
+from jaxmoe.planning.pipelines import Passes, counts
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
 from sharding.sequence_parallel.traffic import sent_bytes
 
+Times = Literal["gathers", "once", "reductions"]
 HIDEABLE = ("weights", "gradients", "gradients of copies")
 """Reasons whose messages only the next layer or the update waits for."""
 
@@ -134,29 +136,81 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     together: dict[tuple[str, tuple[str, ...], float], float] = {}
     for one in sizes.parameters.values():
-        row, axes, copied = one.row, one.gathered_axes, one.copied_axes
-        near = tuple(axis for axis in axes if axis in copied)  # at every use
-        far = tuple(axis for axis in axes if axis not in copied)  # once a step
-        shared = one.in_use * sizes.itemsize / one.layers
-        piece = shared / sizes.devices(near)
         passes = sizes.parameter_passes(one)
-        gathers = passes.forward + passes.trained * _gathers(sizes, one)
-        yield from _traffic(sizes, "weights", near, shared, gathers)
-        yield from _traffic(sizes, "weights", far, piece, one.layers)
-        if row.is_frozen:
+        gathers = gathers_of(sizes, one, passes)
+        for _, entry in parameter_traffic(sizes, one, gathers, passes.weights):
+            yield entry
+        if one.row.is_frozen:
             continue
-        yield from _traffic(sizes, "gradients", near, shared, passes.weights)
-        yield from _traffic(sizes, "gradients", far, piece, passes.weights)
         # A layer's gradients with the same copies are reduced together, as XLA combines them.
-        key = row.path.partition("/")[0], one.replicated_axes, passes.trained
+        key = one.row.path.partition("/")[0], one.replicated_axes, passes.trained
         together[key] = together.get(key, 0.0) + one.local * sizes.itemsize / one.layers
     for (_, copies, trained), local in together.items():
-        yield from _traffic(sizes, "gradients of copies", copies, local, 2 * trained)
+        yield from copies_traffic(sizes, copies, local, trained)
     if plan.execution.rules == "zero1":
         inner = sizes.pieces(ax.DATA, ax.EXPERT, ax.SEQ)
         yield from _traffic(
             sizes, "updates", inner, 4.0 * sum(map(sizes.local, plan.table.trained_rows)), 1
         )
+
+
+def parameter_traffic(
+    sizes: Sizes, shares: ParameterShares, gathers: float, reductions: float
+) -> Iterator[tuple[Times, Traffic]]:
+    """Yield the traffic of one parameter and its gradients but for their sums over copies, each
+    entry with how often it is sent.
+
+    Args:
+        sizes: Sizes of the step.
+        shares: The parameter.
+        gathers: Times that it is gathered for use.
+        reductions: Times that its gradients are reduced.
+    """
+    axes, copied = shares.gathered_axes, shares.copied_axes
+    near = tuple(axis for axis in axes if axis in copied)  # at every use
+    far = tuple(axis for axis in axes if axis not in copied)  # once a step
+    shared = shares.in_use * sizes.itemsize / shares.layers
+    piece = shared / sizes.devices(near)
+    for entry in _traffic(sizes, "weights", near, shared, gathers):
+        yield "gathers", entry
+    for entry in _traffic(sizes, "weights", far, piece, shares.layers):
+        yield "once", entry
+    if not shares.row.is_frozen:
+        for entry in _traffic(sizes, "gradients", near, shared, reductions):
+            yield "reductions", entry
+        for entry in _traffic(sizes, "gradients", far, piece, reductions):
+            yield "reductions", entry
+
+
+def copies_traffic(
+    sizes: Sizes, axes: tuple[str, ...], size: float, times: float
+) -> Iterator[Traffic]:
+    """Yield the traffic of gradients that are summed over copies.
+
+    Args:
+        sizes: Sizes of the step.
+        axes: Mesh axes of the copies.
+        size: Bytes that are summed together.
+        times: How often in a step.
+    """
+    yield from _traffic(sizes, "gradients of copies", axes, size, 2 * times)
+
+
+def gathers_of(sizes: Sizes, shares: ParameterShares, passes: Passes) -> float:
+    """Return how often a parameter is gathered for use in a step.
+
+    Args:
+        sizes: Sizes of the step.
+        shares: The parameter.
+        passes: Passes through it.
+    """
+    return passes.forward + passes.trained * _gathers(sizes, shares)
+
+
+def gathered_as(shares: ParameterShares) -> str:
+    """Return the role of a parameter that is gathered otherwise than its layers, else nothing."""
+    role = shares.row.declaration.role
+    return role if role in ("head", "embedding") else ""
 
 
 def _gathers(sizes: Sizes, shares: ParameterShares) -> int:
@@ -167,7 +221,7 @@ def _gathers(sizes: Sizes, shares: ParameterShares) -> int:
     by_role = {"head": 1 if is_chunked else 2, "embedding": 1}
     if sizes.plan.model.has_tied_embeddings:
         by_role["embedding"] += by_role["head"]
-    return by_role.get(shares.row.declaration.role, layers)
+    return by_role.get(gathered_as(shares), layers)
 
 
 def _forward(sizes: Sizes, stack: LayerStack) -> float:
@@ -195,6 +249,8 @@ def _tensor(sizes: Sizes) -> Iterator[Traffic]:
 
 def _attention(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
+    if sizes.shards(ax.ACT_SEQ_INNER) == 1:
+        return
     form = choose_form(plan.model.context, plan.execution, plan.sequence_length, sizes.mesh).config
     axes = sizes.pieces(ax.SEQ)
     for stack in sizes.stacks:
@@ -202,8 +258,6 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
         if heads is None:
             continue
         attention = sizes.attention(heads)
-        if attention.ranks == 1:
-            return
         backward = sizes.stack_passes(stack).trained
         total = 0.0
         number = 0.0

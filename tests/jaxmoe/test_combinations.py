@@ -7,6 +7,7 @@ To add a row: its example in EXAMPLES, the fields that make both choices and tho
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -455,3 +456,32 @@ def test_a_forward_pass_refuses_pairs_on_the_current_mesh(fields, sizes, text):
     tokens = jnp.zeros((8, 64), jnp.int32)
     with jax.set_mesh(mesh), pytest.raises(combinations.CombinationError, match=re.escape(text)):
         jax.eval_shape(functools.partial(forward, config.model, execution), {}, tokens)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_a_model_leaves_open_is_refused_as_in_the_whole_table(stage):
+    """`check_between` remembers the rows of a model, and refuses what `check` does."""
+
+    def message(check, model, execution):
+        try:
+            check(model=model, execution=execution)
+        except combinations.CombinationError as error:
+            return str(error)
+        return ""
+
+    refused = 0
+    for fields, _ in EXAMPLES:
+        paths = {path.partition(".")[0] for path in fields}
+        if not paths <= {"model", "execution"}:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(combinations, "_check", lambda config, names: None)
+            config = run({"execution.mesh.stage": stage} | fields)
+        pair = config.model, config.execution
+        between = message(combinations.check_between, *pair)
+        with contextlib.suppress(combinations.CombinationError):
+            combinations.check(model=config.model)
+            combinations.check(execution=config.execution)
+            assert between == message(combinations.check, *pair)
+            refused += bool(between)
+    assert refused > 2

@@ -5,6 +5,7 @@
 meshes       replica x stage x data x expert x seq x tensor = devices
 space        the choices beside the mesh
 best_first   the search itself
+bounds       what a plan takes at least
 verdicts     why a plan was not chosen
 memory_policy  what waits in host memory
 remedies     changes that save memory, if nothing fits

@@ -3,8 +3,9 @@
 """Searches meshes and arrangements in closed form for the fastest that fit, in the order of time.
 
 Predicting time costs a fraction of a millisecond, memory up to a tenth of a second. So plans enter
-the queue with what they take at least, for products and for messages that a step waits for; the
-time is predicted when a plan's turn comes, and the memory in the order of the times. Without stages
+the queue with what they take at least, for products and for messages that a step waits for; what
+their parameters add at least follows when a plan's turn comes, then the time (`bounds.py`), and the
+memory in the order of the times. What several plans have in common is computed once. Without stages
 a step is no faster with more micro-batches, and on no mesh with a remat that recomputes more; so
 each arrangement begins with the fewest micro-batches and the fastest remat, and the others enter
 when that one leaves the queue. The first plans that leave it and fit are therefore the best of all.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +25,11 @@ import jax.numpy as jnp
 
 from jaxmoe.execution import Remat
 from jaxmoe.planning.abstract_step import StepPlan, abstract_state
-from jaxmoe.planning.device_layout import TokenFlops
+from jaxmoe.planning.device_layout import DeviceLayout, TokenFlops
 from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.memory import estimate_memory, least_memory
 from jaxmoe.planning.memory_estimate import MemoryEstimate
+from jaxmoe.planning.search.bounds import ParameterSeconds
 from jaxmoe.planning.search.meshes import mesh_in_words
 from jaxmoe.planning.search.space import Arrangement, Space, arrangements
 from jaxmoe.planning.sizes import Sizes
@@ -73,7 +75,8 @@ class SearchResult:
     """Fastest plan of each arrangement that fits, by predicted time; at most as many as
     requested."""
     faster: list[Candidate]
-    """Plans that are faster than the first of `fitting` and do not fit, one of an arrangement."""
+    """Plans that are faster than the first of `fitting` and do not fit, one of an arrangement, by
+    predicted time: those that need least memory, at most as many as requested."""
     closest: Candidate | None
     """Plan that needs least memory if nothing fits; else None."""
     refused: dict[str, str]
@@ -94,6 +97,39 @@ class _BestFirstSearch:
     states: dict[tuple[Any, ...], TrainState] = dataclasses.field(default_factory=dict)
     moments: dict[str, int] | None = None
     """Result of `_moments`, the same for all plans; None until it is needed."""
+    layouts: dict[tuple[Hashable, ...], DeviceLayout] = dataclasses.field(default_factory=dict)
+    least_times: dict[tuple[Hashable, ...], float] = dataclasses.field(default_factory=dict)
+    parameters: dict[tuple[Hashable, ...], ParameterSeconds] = dataclasses.field(
+        default_factory=dict
+    )
+    unhidden: dict[tuple[Hashable, ...], float] = dataclasses.field(default_factory=dict)
+
+    def sizes(self, plan: StepPlan) -> Sizes:
+        """Return the sizes of a plan; plans that differ in nothing that a layout reads share it."""
+        key = DeviceLayout.record(plan.execution)
+        if key not in self.layouts:
+            self.layouts[key] = DeviceLayout(plan=plan, flops=self.flops)
+        return Sizes.on(self.layouts[key], plan)
+
+    def least_time(self, arrangement: Arrangement, number: int, remat: int) -> float:
+        """Return seconds that a plan of an arrangement takes at least; see `Arrangement.at`."""
+        key = arrangement.record, arrangement.numbers[number], arrangement.remats[remat]
+        if key not in self.least_times:
+            sizes = self.sizes(arrangement.at(number, remat))
+            self.least_times[key] = least_time(sizes, self.chip)
+        return self.least_times[key]
+
+    def parameter_time(self, arrangement: Arrangement, number: int, remat: int) -> float:
+        """Return seconds that a plan of an arrangement waits for its parameters at least."""
+        execution = arrangement.plan.execution
+        layout = DeviceLayout.record(execution)
+        key = layout, execution.pipeline, arrangement.numbers[number], arrangement.remats[remat]
+        if key not in self.unhidden:
+            sizes = self.sizes(arrangement.at(number, remat))
+            if layout not in self.parameters:
+                self.parameters[layout] = ParameterSeconds.of(sizes, self.chip)
+            self.unhidden[key] = self.parameters[layout].unhidden(sizes, self.chip)
+        return self.unhidden[key]
 
     def candidate(self, plan: StepPlan, time: StepTime) -> Candidate:
         """Return a plan with its memory."""
@@ -101,7 +137,8 @@ class _BestFirstSearch:
         key = (execution.mesh, execution.rules, execution.fold)  # what the state depends on
         if key not in self.states:
             self.states[key] = abstract_state(plan, plan.mesh)
-        memory = estimate_memory(plan, self.chip.platform, self.states[key])
+        sizes = self.sizes(plan)
+        memory = estimate_memory(plan, self.chip.platform, self.states[key], sizes)
         factor = self.factors.get(execution.remat, 1.0)
         return Candidate(plan=plan, time=time, memory=memory, factor=factor)
 
@@ -116,12 +153,9 @@ class _BestFirstSearch:
             moments = sum(sizes.parameters[path].moment * n for path, n in self.moments.items())
         return memory.arguments + moments + factor * memory.temporaries
 
-    def can_fit(self, sizes: Sizes) -> bool:
-        """Return whether a step fits."""
-        if self.least_need(sizes) > self.chip.available:
-            return False
-        candidate = self.candidate(sizes.plan, time_of(sizes, self.chip))
-        return candidate.excess(self.chip) <= 0
+    def may_fit(self, sizes: Sizes) -> bool:
+        """Return whether a step fits, by what it needs at least."""
+        return self.least_need(sizes) <= self.chip.available
 
 
 def _moments(plan: StepPlan) -> dict[str, int]:
@@ -184,7 +218,7 @@ def search(
     closest = None if fitting else _closest(kept_arrangements, searching)
     return SearchResult(
         fitting=fitting,
-        faster=[searching.candidate(*one) for one in faster.values()] if fitting else [],
+        faster=_smallest(list(faster.values()), searching, keep) if fitting else [],
         closest=closest,
         refused=refused,
         num_meshes=len(meshes),
@@ -198,21 +232,17 @@ def _by_time(
     """Yield plans with the place of their arrangement, by predicted time; those that fit with their
     memory.
 
-    An arrangement ends with its first plan that fits. One that can never fit is not gone through.
+    An arrangement ends with its first plan that fits. One whose smallest plan needs too much at
+    least is not gone through.
     """
     chip = searching.chip
     serial = itertools.count()
     queue: list[tuple[float, int, int, int, int, StepTime | None]] = []
-    known: dict[int, Sizes] = {}
-
-    def sizes_at(place: int, plan: StepPlan) -> Sizes:
-        if place not in known:
-            known[place] = Sizes.of(plan, searching.flops)
-        return known[place].at(plan)
 
     def push(place: int, number: int, remat: int) -> None:
-        """Enter a plan by what it takes at least; its time is predicted when its turn comes."""
-        least = least_time(sizes_at(place, entries[place].at(number, remat)), chip)
+        """Enter a plan by what it takes at least; when its turn comes what its parameters add is
+        bounded, and when it comes again its time is predicted."""
+        least = searching.least_time(entries[place], number, remat)
         heapq.heappush(queue, (least, next(serial), place, number, remat, None))
 
     for place, arrangement in enumerate(entries):
@@ -220,15 +250,21 @@ def _by_time(
         has_order = arrangement.plan.execution.mesh.stage == 1
         for number in range(1 if has_order else len(arrangement.numbers)):
             push(place, number, 0)
+    bounded: set[int] = set()  # ranks of plans whose parameters' part is in their time
     finished: set[int] = set()
     possible: set[int] = set()
     while queue:
-        _, rank, place, number, remat, time = heapq.heappop(queue)
+        least, rank, place, number, remat, time = heapq.heappop(queue)
         if place in finished:
             continue
         arrangement = entries[place]
+        if time is None and rank not in bounded:
+            bounded.add(rank)
+            least += searching.parameter_time(arrangement, number, remat)
+            heapq.heappush(queue, (least, rank, place, number, remat, None))
+            continue
         plan = arrangement.at(number, remat)
-        sizes = sizes_at(place, plan)
+        sizes = searching.sizes(plan)
         if time is None:
             time = time_of(sizes, chip)
             heapq.heappush(queue, (time.step, rank, place, number, remat, time))
@@ -236,7 +272,7 @@ def _by_time(
         if place not in possible and least_bytes(sizes) > chip.available:
             finished.add(place)
             continue
-        if searching.least_need(sizes) <= chip.available:
+        if searching.may_fit(sizes):
             candidate = searching.candidate(plan, time)
             if candidate.excess(chip) <= 0:
                 finished.add(place)
@@ -244,7 +280,7 @@ def _by_time(
                 continue
         yield place, plan, time
         if place not in possible:
-            if not searching.can_fit(sizes_at(place, arrangement.smallest)):
+            if not searching.may_fit(searching.sizes(arrangement.smallest)):
                 finished.add(place)
                 continue
             possible.add(place)
@@ -256,9 +292,24 @@ def _by_time(
             push(place, number + 1, 0)
 
 
+def _smallest(
+    plans: Sequence[tuple[StepPlan, StepTime]], searching: _BestFirstSearch, number: int
+) -> list[Candidate]:
+    """Return those plans that need least memory, in their order."""
+    bounds = [searching.least_need(searching.sizes(plan)) for plan, _ in plans]
+    found: list[tuple[float, int, Candidate]] = []
+    for least, place in sorted(zip(bounds, range(len(plans)), strict=True)):
+        if len(found) == number and least > found[-1][0]:
+            break
+        candidate = searching.candidate(*plans[place])
+        found = sorted([*found, (candidate.need, place, candidate)], key=lambda one: one[:2])
+        found = found[:number]
+    return [candidate for _, _, candidate in sorted(found, key=lambda one: one[1])]
+
+
 def _closest(entries: Sequence[Arrangement], searching: _BestFirstSearch) -> Candidate | None:
     """Return the plan that needs least memory; of equals the one with the smallest parameters."""
-    all_sizes = [Sizes.of(entry.smallest, searching.flops) for entry in entries]
+    all_sizes = [searching.sizes(entry.smallest) for entry in entries]
     closest: tuple[float, float, int, Candidate] | None = None
     for least, place in sorted((searching.least_need(s), i) for i, s in enumerate(all_sizes)):
         if closest is not None and least > closest[0]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from jaxmoe.layers.sequences import check_rows
+from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.training.pipeline import check_pipeline
 from jaxmoe.training.pipeline.stages import ModelParts
@@ -63,13 +65,45 @@ def stages_of(plan: StepPlan, num_devices: int) -> list[int]:
     return [n for n in divisors(num_devices) if n > 1 and length % (n * chunks) == 0]
 
 
-def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> StepPlan:
+class LaidOut(NamedTuple):
+    """Parameters by the rules of an execution; its pipeline, dispatcher and remat are not read."""
+
+    table: ParameterTable
+    refusal: ValueError | None
+    """Why the mesh does not divide parameters, sequences or heads; None where it does."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> LaidOut:
+        """Return the parameters of a plan by the rules of its execution.
+
+        Args:
+            plan: Step on its mesh; the specs of its table are not read.
+        """
+        execution, length = plan.execution, plan.sequence_length
+        table, sizes, rules = plan.on(execution).table, plan.mesh_sizes, execution.axis_rules
+        try:
+            for layout in execution.state_layout.rules:
+                table.check_divides(layout, sizes)
+            rules.check_divides("training.sequence_length", (length,), (ax.ACT_SEQ,), sizes)
+            check_rows(plan.model.context, execution, length, sizes)
+        except ValueError as error:
+            return cls(table, error)
+        return cls(table, None)
+
+
+def on_mesh(
+    plan: StepPlan,
+    mesh: MeshConfig,
+    fold: MoEMesh | None = None,
+    laid_out: Callable[[StepPlan], LaidOut] = LaidOut.of,
+) -> StepPlan:
     """Return the plan on another mesh.
 
     Args:
         plan: Step to plan.
         mesh: Mesh with every size filled in.
         fold: Mesh of the experts within it, if they have their own.
+        laid_out: `LaidOut.of`, or the same remembered.
 
     Raises:
         ValueError: The mesh does not divide a parameter, the heads, the layers or the batch.
@@ -77,16 +111,13 @@ def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> St
     execution = plan.execution
     if (execution.mesh, execution.fold) != (mesh, fold):
         execution = dataclasses.replace(execution, mesh=mesh, fold=fold)
-    moved = plan.on(execution)
+        plan = dataclasses.replace(plan, execution=execution)
+    layout = laid_out(plan)
+    moved = dataclasses.replace(plan, table=layout.table)
     check_pipeline(moved.model, moved.execution, moved.accumulation)
     moved.gradients.check(moved)
-    sizes = dict(moved.mesh.shape)
-    rules = moved.execution.axis_rules
-    for layout in moved.execution.state_layout.rules:
-        moved.table.check_divides(layout, sizes)
-    length = (plan.sequence_length,)
-    rules.check_divides("training.sequence_length", length, (ax.ACT_SEQ,), sizes)
-    check_rows(plan.model.context, moved.execution, plan.sequence_length, sizes)
+    if layout.refusal is not None:
+        raise layout.refusal.with_traceback(None)
     parts = mesh.batch_shards * plan.accumulation
     if plan.batch_size % parts:
         raise ValueError(

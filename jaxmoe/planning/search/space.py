@@ -20,12 +20,14 @@ To search another choice: a field of `Space` and its loop in `arrangements`, in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.planning.abstract_step import StepPlan
-from jaxmoe.planning.search.meshes import divisors, on_mesh
+from jaxmoe.planning.search.meshes import LaidOut, divisors, on_mesh
+from jaxmoe.planning.step_time import least_time_record
 from sharding.expert_parallel import (
     AllGatherConfig,
     AllToAllConfig,
@@ -87,6 +89,11 @@ class Arrangement:
     numbers: tuple[int, ...]
     """Numbers of micro-batches, the fewest first."""
 
+    @functools.cached_property
+    def record(self) -> tuple[Hashable, ...]:
+        """What arrangements have in common whose plans take the same time at least."""
+        return least_time_record(self.plan.execution)
+
     def at(self, number: int, remat: int) -> StepPlan:
         """Return the plan with a number of micro-batches and a remat, both by their index."""
         execution, (routed, dense) = self.plan.execution, self.remats[remat]
@@ -120,7 +127,20 @@ def arrangements(
     rules = _rules(mesh, space) or (base.rules,)
     pipelines = (space.pipelines if mesh.stage > 1 else ()) or (base.pipeline,)
     spreads = list(_spreads(plan, mesh, space, fold))
+    remats = _remats(plan, space)
+    layouts: dict[tuple[StateLayoutName, MoEMesh | None], LaidOut] = {}
+
+    def laid_out(moved: StepPlan) -> LaidOut:
+        key = moved.execution.rules, moved.execution.fold  # on one mesh nothing else is read
+        if key not in layouts:
+            layouts[key] = LaidOut.of(moved)
+        return layouts[key]
+
     for rule, pipeline, (dispatcher, own_fold) in itertools.product(rules, pipelines, spreads):
+        layout = layouts.get((rule, own_fold))
+        if layout is not None and layout.refusal is not None:
+            yield layout.refusal
+            continue
         try:
             execution = dataclasses.replace(
                 base,
@@ -132,31 +152,35 @@ def arrangements(
                 remat=(space.remats or (base.remat,))[0],
                 remat_dense=None if space.remats else base.remat_dense,
             )
-            yield _arrangement(plan, mesh, execution, own_fold, space)
+            yield _arrangement(
+                plan, execution, remats, laid_out, has_numbers=space.has_micro_batches
+            )
         except ValueError as error:
             yield error
 
 
 def _arrangement(
     plan: StepPlan,
-    mesh: MeshConfig,
     execution: ExecutionConfig,
-    fold: MoEMesh | None,
-    space: Space,
+    remats: tuple[RematPair, ...],
+    laid_out: Callable[[StepPlan], LaidOut],
+    *,
+    has_numbers: bool,
 ) -> Arrangement:
-    """Return one arrangement.
+    """Return one arrangement of a plan, with its execution.
 
     Raises:
         ValueError: See `on_mesh`.
     """
-    remats = _remats(plan, space) or ((execution.remat, execution.remat_dense),)
-    if not space.has_micro_batches:
-        changed = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold)
+    mesh, fold = execution.mesh, execution.fold
+    remats = remats or ((execution.remat, execution.remat_dense),)
+    if not has_numbers:
+        changed = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold, laid_out)
         return Arrangement(changed, remats, (changed.accumulation,))
     unit = fewest_micro_batches(execution)
     first = unit if plan.gradients.paths(2) is None else max(unit, 2)
     changed = dataclasses.replace(plan, execution=execution, accumulation=first)
-    changed = on_mesh(changed, mesh, fold)
+    changed = on_mesh(changed, mesh, fold, laid_out)
     numbers = divisors(changed.batch_size // mesh.batch_shards)
     fitting = tuple(n for n in numbers if n % unit == 0 and n >= first)
     return Arrangement(changed, remats, fitting)

@@ -44,9 +44,14 @@ class ModelParts:
     @classmethod
     def of(cls, model: ModelConfig) -> ModelParts:
         """Return the parts of a model."""
-        scans = model.scans
-        (place,) = (i for i, scan in enumerate(scans) if scan.axis == ax.LAYERS)
-        return cls(scans[:place], scans[place], scans[place + 1 :])
+        return _parts_of(model)
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_of(model: ModelConfig) -> ModelParts:
+    scans = model.scans
+    (place,) = (i for i, scan in enumerate(scans) if scan.axis == ax.LAYERS)
+    return ModelParts(scans[:place], scans[place], scans[place + 1 :])
 
 
 @typing.no_type_check
@@ -154,13 +159,18 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
     pipeline = execution.pipeline_order
     if stages == 1:
         return
-    cut_scan(ModelParts.of(model).staged, stages * pipeline.chunks)
+    _check_cut(model, stages * pipeline.chunks)
     pipeline.check(stages, accumulation)
 
 
 @functools.lru_cache(maxsize=64)  # a step checks it several times, and a search thousands of steps
 def _check_combinations(model: ModelConfig, execution: ExecutionConfig) -> None:
-    combinations.check(model=model, execution=execution)
+    combinations.check_between(model=model, execution=execution)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_cut(model: ModelConfig, groups: int) -> None:
+    cut_scan(ModelParts.of(model).staged, groups)
 
 
 def cut_scan(scan: Scan, groups: int) -> Scan:

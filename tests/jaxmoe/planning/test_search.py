@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -11,9 +12,20 @@ import math
 
 import pytest
 
+from jaxmoe.planning.abstract_step import StepPlan
+from jaxmoe.planning.device_layout import DeviceLayout, TokenFlops
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.planning.memory import estimate_memory, least_memory
-from jaxmoe.planning.search import EVERYTHING, Space, on_mesh, search
+from jaxmoe.planning.search import (
+    EVERYTHING,
+    Space,
+    best_first,
+    enumerate_meshes,
+    on_mesh,
+    search,
+)
+from jaxmoe.planning.search.bounds import ParameterSeconds
+from jaxmoe.planning.search.space import Arrangement, arrangements
 from jaxmoe.planning.search.verdicts import plan_in_words, why_not
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import least_time, predict_time, time_of
@@ -181,3 +193,58 @@ def test_dense_layers_have_a_remat_of_their_own():
     alike = dataclasses.replace(execution, remat="full", remat_dense=None)
     full = predict_time(dataclasses.replace(plan, execution=alike), whole).step
     assert none.time.step < tight.time.step < full
+
+
+def test_what_parameters_add_is_bounded_and_the_same_where_a_search_shares_it():
+    """The two bounds together are close to the time, so that few times are predicted."""
+    plan, chip = plan_of(MODEL, batch_size=32, length=256), CHIPS["h100"]
+    chip = dataclasses.replace(chip, overlap=0.5)
+    least_times, layouts, seconds = {}, {}, {}
+    meshes = (MESHES[4], MeshConfig(stage=2, replica=2, expert=2, tensor=2))
+    found = [one for mesh in meshes for one in arrangements(plan, mesh, EVERYTHING)]
+    dividing = [one for one in found if isinstance(one, Arrangement)]
+    assert len(dividing) > 20
+    flops = TokenFlops.of(plan)
+    for arrangement in dividing[::2]:
+        execution = arrangement.plan.execution
+        for number, remat in itertools.product((0, -1), (0, -1)):
+            own = arrangement.at(number, remat)
+            sizes = Sizes.of(own, flops)
+            key = arrangement.record, own.accumulation, own.execution.remat
+            least = least_time(sizes, chip)
+            assert least_times.setdefault(key, least) == least
+            record = DeviceLayout.record(execution)
+            layout = layouts.setdefault(record, sizes.layout)
+            assert layout.parameters == sizes.parameters and layout.mesh == sizes.mesh
+            parameters = seconds.setdefault(record, ParameterSeconds.of(sizes, chip))
+            bound = least + parameters.unhidden(sizes, chip)
+            time = time_of(sizes, chip).step
+            assert 0.5 * time < bound <= time
+            assert parameters.at(sizes) > 0
+
+
+def test_a_search_predicts_few_times_and_lays_parameters_out_once(monkeypatch):
+    """Counts of what costs most: of all plans of a search with every choice."""
+    calls = collections.Counter()
+
+    def count(module, name):
+        function = getattr(module, name)
+
+        def counting(*arguments, **named):
+            calls[name] += 1
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(best_first, "time_of")
+    count(best_first, "least_time")
+    count(best_first, "abstract_state")
+    count(StepPlan, "on")
+    plan = plan_of(MODEL, batch_size=256, length=256)
+    meshes = list(enumerate_meshes(16, 1, (1, 2)))
+    found = search(plan, meshes, CHIPS["h100"], space=EVERYTHING)
+    assert len(found.fitting) == 5 and found.num_arrangements > 500
+    assert calls["time_of"] < found.num_arrangements / 50
+    assert calls["least_time"] < found.num_arrangements
+    assert calls["on"] < found.num_arrangements / 2
+    assert calls["abstract_state"] <= 2 * len(found.fitting)
