@@ -78,10 +78,12 @@ def text_tokens(source: Source) -> TextTokens:
     if tokenizer is not None and tokenizer.is_text and getattr(source, "is_imported", False):
         return _imported_tokens(source, tokenizer)
     if tokenizer is not None and tokenizer.is_text and tokenizer.separator is not None:
+        begin = () if tokenizer.begin in (None, tokenizer.separator) else (tokenizer.begin,)
         return TextTokens(
-            lambda text: [int(token) for token in tokenizer.encode_all([text])[0]],
+            lambda text: [*begin, *map(int, tokenizer.encode_all([text])[0])],
             lambda tokens: source.decode(_array(tokens)),
             tokenizer.separator,
+            begin,
         )
     if tokenizer is None and source.bytes_per_token == 1.0:
         return TextTokens(

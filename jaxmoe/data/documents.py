@@ -308,17 +308,18 @@ def _tokenize(texts: list[_DocumentText], tokenizer: Tokenizer) -> Iterator[_Rea
     encoded.reverse()
     for text in texts:
         ids = encoded.pop()  # freed before the next
-        ends = np.array([tokenizer.separator], ids.dtype)
-        ids = np.concatenate([ends, ids, ends])
+        begin, end = (
+            np.array([token], ids.dtype) for token in (tokenizer.begin, tokenizer.separator)
+        )
+        ids = np.concatenate([begin, ids, end])
         yield _ReadDocument(ids, text.digest, text.size)
 
 
 def _ids_of_parts(text: LongText, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the ids of a long text in order, and the separators at its ends."""
-    ends = np.array([tokenizer.separator])
-    yield ends
+    """Yield the ids of a long text in order, and what begins and ends it."""
+    yield np.array([tokenizer.begin])
     yield from tokenizer.encode_parts(text.parts())
-    yield ends
+    yield np.array([tokenizer.separator])
 
 
 def _check(record: Record, tokenizer: Tokenizer) -> bytes | LongText | np.ndarray | BadRecord:

@@ -333,7 +333,7 @@ class PackedSource:
         return np.frombuffer(joined, np.uint8) if len(joined) <= _MOST_TEXT else None
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Return the ids of a text, after the separator that begins every document."""
+        """Return the ids of a text, after the id that begins every document."""
         return encode_document(self.tokenizer, text)
 
     def decode(self, tokens: Int[np.ndarray, " S"]) -> str:

@@ -24,16 +24,16 @@ from pallas_kernels.array_types import Int
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " S"]:
-    """Return the ids of a text, after the separator that begins every document.
+    """Return the ids of a text, after the id that begins every document: mostly the separator.
 
     Args:
-        tokenizer: Tokenizer of the documents; numbers that are ids get no separator.
+        tokenizer: Tokenizer of the documents; numbers that are ids get none.
         text: Text to encode.
     """
     ids = tokenizer.encode_all([text])[0].astype(np.int32)
     if not tokenizer.is_text:
         return ids
-    return np.concatenate([np.array([tokenizer.separator], np.int32), ids])
+    return np.concatenate([np.array([tokenizer.begin], np.int32), ids])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class TextOnly:
         del split
 
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
-        """Return the ids of a prompt; of a run, after the separator that begins every document."""
+        """Return the ids of a prompt; of a run, after the id that begins every document."""
         if self.is_imported:
             return self.tokenizer.encode_prompt(text).astype(np.int32)
         return encode_document(self.tokenizer, text)
@@ -158,4 +158,5 @@ def copy_config(tokenizer: TokenizerConfig, path: pathlib.Path) -> TokenizerConf
     """
     if not tokenizer.is_text or tokenizer.is_bytes:
         return tokenizer
-    return tokenizers.FileConfig(path=str(path), separator=getattr(tokenizer, "separator", None))
+    separator, begin = (getattr(tokenizer, field, None) for field in ("separator", "begin"))
+    return tokenizers.FileConfig(path=str(path), separator=separator, begin=begin)

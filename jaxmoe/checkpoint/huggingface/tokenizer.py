@@ -19,6 +19,7 @@ begins a document; tokenizer.json does not.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -75,7 +76,7 @@ def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
     if kind.is_bytes:
         texts = {TOKENIZER: _dump(byte_tokenizer()), _SETTINGS: _dump(_settings())}
         sentence = "tokens are the bytes of UTF-8, documents are separated by byte 0"
-        return TokenizerFiles(texts | _template(data, "\0"), 0, sentence)
+        return TokenizerFiles(texts | _template(data, "\0", "\0"), 0, sentence)
     if kind.is_trained:
         source: Any = data.build(seed)
         read = source.tokenizer  # read from the cache, or trained again
@@ -84,16 +85,16 @@ def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
     assert isinstance(read, SubwordTokenizer)
     sentence = f"documents are separated by {read.separator_token!r} (id {read.separator})"
     texts = tokenizer_texts(read, is_trained=kind.is_trained)
-    texts |= _template(data, read.separator_token)
+    texts |= _template(data, read.separator_token, read.begin_token)
     return TokenizerFiles(texts, read.separator, sentence)
 
 
-def _template(data: SourceKind, separator: str) -> dict[str, str]:
+def _template(data: SourceKind, separator: str, begin: str) -> dict[str, str]:
     """Return the file of the chat template by which the data writes conversations, if it does."""
     if (name := data.traits.template) is None:
         return {}
     assert data.tokenizer is not None  # conversations are text
-    return {_JINJA: template_of(name, data.tokenizer).jinja(separator)}
+    return {_JINJA: template_of(name, data.tokenizer).jinja(separator, begin)}
 
 
 def tokenizer_texts(tokenizer: SubwordTokenizer, *, is_trained: bool) -> dict[str, str]:
@@ -215,13 +216,47 @@ def bundled_data(directory: pathlib.Path, fields: Mapping[str, Any]) -> SourceKi
 def own_tokenizer(directory: pathlib.Path, text: str, fields: Mapping[str, Any]) -> FileConfig:
     """Return the config of a model's tokenizer, with its end of text as separator.
 
+    Documents begin as `transformers` begins a text, if that adds one token before it.
+
     Args:
         directory: Directory of the model.
         text: Content of its tokenizer.json.
         fields: Fields of its config.json.
     """
-    separator = separator_token(text, fields.get("eos_token_id"))
-    return FileConfig(path=str(directory / TOKENIZER), separator=separator)
+    end = fields.get("eos_token_id")
+    end = read_generation(directory).get("eos_token_id") if end is None else end
+    separator = separator_token(text, end) or _end_token(directory)
+    begin = _begin_token(text)
+    return FileConfig(path=str(directory / TOKENIZER), separator=separator, begin=begin)
+
+
+def _end_token(directory: pathlib.Path) -> str | None:
+    """Return the eos_token of the settings of a tokenizer, if they name one."""
+    if not (directory / _SETTINGS).is_file():
+        return None
+    token = read_object(plain_file(directory, _SETTINGS)).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _begin_token(text: str) -> str | None:
+    """Return the token that a tokenizer.json puts before a text, if that is one.
+
+    Args:
+        text: Content of the file.
+    """
+    try:
+        processor = parse_json(text, max_values=_MAX_VALUES).get("post_processor") or {}
+        for part in processor.get("processors") or (processor,):
+            single = part.get("single") or ()
+            before = list(itertools.takewhile(lambda piece: "SpecialToken" in piece, single))
+            if len(before) == 1:
+                return str(before[0]["SpecialToken"]["id"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{TOKENIZER} has no post_processor that is read: {error!r}"
+        ) from error
+    return None
 
 
 def byte_tokenizer() -> dict[str, Any]:

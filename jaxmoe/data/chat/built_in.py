@@ -6,15 +6,15 @@
              vocabulary has them, and text where it has not
     Plain    User:\\n...\\n\\n for a question, Assistant:\\n... and the separator for an answer
 
-Both begin with the separator, as every document does. The pieces of a turn are encoded one by one,
-so that its ids do not depend on the turns after it.
+Both begin with the id that begins every document, mostly the separator. The pieces of a turn are
+encoded one by one, so that its ids do not depend on the turns after it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from jaxmoe.data.chat.messages import ANSWER, Message
 from jaxmoe.data.chat.template import ChatPiece
 from jaxmoe.data.tokenizer import Tokenizer
 
+_FIRST = ChatPiece("begin")
 _SEPARATOR = ChatPiece("separator")
 _BEGIN = ChatPiece("control", "<|im_start|>")
 _END = ChatPiece("control", "<|im_end|>")
@@ -30,6 +31,8 @@ _END = ChatPiece("control", "<|im_end|>")
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatML:
     """Marks of begin and end around each turn."""
+
+    end_ids: ClassVar[tuple[int, ...]] = ()
 
     @property
     def end(self) -> ChatPiece:
@@ -40,7 +43,7 @@ class ChatML:
         self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> Iterator[ChatPiece]:
         """Yield the pieces of a conversation."""
-        yield _SEPARATOR
+        yield _FIRST
         for message in messages:
             yield from (_BEGIN, ChatPiece("text", f"{message.role}\n"))
             yield from (ChatPiece("text", message.content), _END, ChatPiece("text", "\n"))
@@ -56,10 +59,10 @@ class ChatML:
             if np.array_equal(ids, tokenizer.encode_controls(mark))
         ]
 
-    def jinja(self, separator: str) -> str:
+    def jinja(self, separator: str, begin: str | None = None) -> str:
         """Return the template in the language of jinja2; see `ChatTemplate.jinja`."""
         turn = f"'{_BEGIN.text}' + message.role + '\\n' + message.content + '{_END.text}\\n'"
-        return _written(separator, turn, f"'{_BEGIN.text}{ANSWER}\\n'")
+        return _written(begin or separator, turn, f"'{_BEGIN.text}{ANSWER}\\n'")
 
     def identity(self) -> dict[str, Any]:
         """Return name and version."""
@@ -70,6 +73,8 @@ class ChatML:
 class Plain:
     """The role in words before each turn; the separator after an answer."""
 
+    end_ids: ClassVar[tuple[int, ...]] = ()
+
     @property
     def end(self) -> ChatPiece:
         """The separator."""
@@ -79,7 +84,7 @@ class Plain:
         self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> Iterator[ChatPiece]:
         """Yield the pieces of a conversation."""
-        yield _SEPARATOR
+        yield _FIRST
         for message in messages:
             yield ChatPiece("text", f"{message.role.capitalize()}:\n")
             yield ChatPiece("text", message.content)
@@ -92,21 +97,21 @@ class Plain:
         del tokenizer
         return ()
 
-    def jinja(self, separator: str) -> str:
+    def jinja(self, separator: str, begin: str | None = None) -> str:
         """Return the template in the language of jinja2; see `ChatTemplate.jinja`."""
         end = f"({_quote(separator)} if message.role == '{ANSWER}' else '\\n\\n')"
         turn = f"message.role | capitalize + ':\\n' + message.content + {end}"
-        return _written(separator, turn, f"'{ANSWER.capitalize()}:\\n'")
+        return _written(begin or separator, turn, f"'{ANSWER.capitalize()}:\\n'")
 
     def identity(self) -> dict[str, Any]:
         """Return name and version."""
         return {"template": "plain", "version": 1}
 
 
-def _written(separator: str, turn: str, prompt: str) -> str:
-    """Return a template of jinja2 that writes a separator, turns, and the begin of an answer."""
+def _written(begin: str, turn: str, prompt: str) -> str:
+    """Return a template of jinja2 that writes a begin, turns, and the begin of an answer."""
     return (
-        f"{{{{ {_quote(separator)} }}}}"
+        f"{{{{ {_quote(begin)} }}}}"
         f"{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{{{{ {prompt} }}}}{{% endif %}}"
     )

@@ -77,7 +77,10 @@ class Conversations(FileCollection):
         never = "the template names no end of an answer"
         if end is not None:
             written = "the separator between documents" if not end.text else repr(end.text)
-            never = f"the template does not write {written} behind them, where generation stops"
+            ids = "".join(f" or id {token}" for token in self._template.end_ids)
+            never = (
+                f"the template does not write {written}{ids} behind them, where generation stops"
+            )
         return [
             *self.warnings_of_files(),
             f"{self}: {sum(self._endless.values()):,} answers are trained without an end,"

@@ -65,9 +65,8 @@ def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[
         template: How turns are written.
         tokenizer: Tokenizer of text; where it has no token for the end, the text is the sequence.
     """
-    if template.end is None:
-        return ()
-    return (tuple(_control_ids(template.end, tokenizer).tolist()),)
+    ends = [] if template.end is None else [tuple(_control_ids(template.end, tokenizer).tolist())]
+    return tuple(dict.fromkeys([*ends, *((token,) for token in template.end_ids)]))
 
 
 def mask_conversation(
@@ -106,7 +105,8 @@ def mask_conversation(
             for count, is_prompt in ((number, True), (number + 1, False))
         )
         stops = stop_sequences(template, tokenizer)
-        end_at = next(filter(None, (_last_end(tokens[:end], start, one) for one in stops)), None)
+        places = (_last_end(tokens[:end], start, stop) for stop in stops)
+        end_at = max(filter(None, places), default=None)
         weights[start : end_at or end] = 1
         endless += end_at is None
     return Masked(tokens, weights, endless)
@@ -139,8 +139,9 @@ def _render(
 
 def _control_ids(piece: ChatPiece, tokenizer: Tokenizer) -> np.ndarray:
     """Return the ids of a piece that is no text."""
-    if piece.kind == "separator":
-        return np.array([tokenizer.separator], np.int32)
+    if piece.kind in ("begin", "separator"):
+        token = tokenizer.begin if piece.kind == "begin" else tokenizer.separator
+        return np.array([token], np.int32)
     return tokenizer.encode_controls(piece.text).astype(np.int32)
 
 

@@ -18,9 +18,9 @@ from jaxmoe.data.tokenizer import Tokenizer
 class ChatPiece(NamedTuple):
     """A part of a rendered conversation, encoded by itself."""
 
-    kind: Literal["text", "control", "separator"]
-    """text: encoded as it is. control: special tokens that it spells are those tokens. separator:
-    the id between documents."""
+    kind: Literal["text", "control", "begin", "separator"]
+    """text: encoded as it is. control: special tokens that it spells are those tokens. begin: the
+    id that begins a document. separator: the id between documents."""
     text: str = ""
 
 
@@ -31,6 +31,11 @@ class ChatTemplate(Protocol):
     @property
     def end(self) -> ChatPiece | None:
         """What ends an answer, and stops generation; None if it is unknown."""
+        ...
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Further ids that end an answer, as the model of the tokenizer declares them."""
         ...
 
     def pieces(
@@ -51,11 +56,12 @@ class ChatTemplate(Protocol):
         """Return texts that a message must not spell, because they would be read as control."""
         ...
 
-    def jinja(self, separator: str) -> str:
+    def jinja(self, separator: str, begin: str | None = None) -> str:
         """Return the template as chat_template.jinja of a tokenizer holds it.
 
         Args:
             separator: Text of the id between documents.
+            begin: Text of the id that begins a document; the separator when None.
         """
         ...
 

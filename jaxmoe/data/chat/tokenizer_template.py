@@ -31,6 +31,8 @@ SETTINGS = "tokenizer_config.json"
 JINJA = "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"
 """Further special tokens; those of SETTINGS are taken first."""
+_ENDS = ("generation_config.json", "config.json")
+"""Files with the ids that end a text, of the model beside the tokenizer; the first that has any."""
 _LONGEST_TEXT = 2**25
 """Characters of a rendered conversation above which a template is stopped."""
 _WAY_OUT = "Choose data.template chatml or plain, or a tokenizer of a model that was made for chats"
@@ -46,6 +48,8 @@ class TokenizerTemplate:
     """Names and texts of special tokens, such as ("eos_token", "</s>")."""
     where: str
     """File, for messages."""
+    end_ids: tuple[int, ...] = ()
+    """Ids that end a text of the model beside the tokenizer, ascending."""
 
     @property
     def end(self) -> ChatPiece | None:
@@ -84,14 +88,15 @@ class TokenizerTemplate:
         """Return all special tokens, because text and control are one piece."""
         return tokenizer.special_tokens
 
-    def jinja(self, separator: str) -> str:
+    def jinja(self, separator: str, begin: str | None = None) -> str:
         """Return its own text."""
-        del separator
+        del separator, begin
         return self.source
 
     def identity(self) -> dict[str, Any]:
         """Return name and sha256."""
-        content = json.dumps([self.source, self.special]).encode()
+        parts = [self.source, self.special, *([self.end_ids] if self.end_ids else [])]
+        content = json.dumps(parts).encode()
         return {"template": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -111,7 +116,9 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
             f"{SETTINGS}: its tokenizer brings no chat template. {_WAY_OUT}"
         )
     special = _special_tokens(_object(place / SPECIAL)) | _special_tokens(settings)
-    template = TokenizerTemplate(source, tuple(sorted(special.items())), str(where))
+    template = TokenizerTemplate(
+        source, tuple(sorted(special.items())), str(where), _end_ids(place)
+    )
     _compile_programs(template)
     return template
 
@@ -156,6 +163,16 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} must hold an object, found {text[:40]!r}")
     return content
+
+
+def _end_ids(place: pathlib.Path) -> tuple[int, ...]:
+    """Return the ids that end a text of the model beside a tokenizer; none without a model."""
+    for name in _ENDS:
+        ids = _object(place / name).get("eos_token_id")
+        tokens = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if tokens and all(type(token) is int for token in tokens):
+            return tuple(sorted(set(tokens)))
+    return ()
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

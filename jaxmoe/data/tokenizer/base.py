@@ -37,6 +37,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def begin(self) -> int | None:
+        """Id that begins a document of text: `separator`, unless the tokenizer has one for that."""
+        ...
+
+    @property
     def is_text(self) -> bool:
         """Whether tokens stand for text, so that bits per byte are defined."""
         ...
@@ -139,6 +144,11 @@ class ByteTokenizer:
     is_text: bool = True
     special_tokens: Sequence[str] = ()
 
+    @property
+    def begin(self) -> int | None:
+        """The separator."""
+        return self.separator
+
     def encode_all(self, texts: Sequence[str]) -> list[Shaped[np.ndarray, " S"]]:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -223,6 +233,11 @@ class IdTokenizer:
     separator: int | None
     is_text: bool = False
     special_tokens: Sequence[str] = ()
+
+    @property
+    def begin(self) -> int | None:
+        """The separator."""
+        return self.separator
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the numbers in each text."""

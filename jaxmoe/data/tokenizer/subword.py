@@ -51,17 +51,19 @@ class FileConfig(TokenizerConfig):
     """A tokenizer.json file, or a directory with one."""
     separator: str | None = None
     """Token between documents; the usual end-of-text token of the vocabulary when None."""
+    begin: str | None = None
+    """Token that begins a document; the separator when None."""
 
     def build(self, texts: Texts, directory: pathlib.Path) -> SubwordTokenizer:
         """Read the file.
 
         Raises:
-            DataError: The file is missing or invalid, or the separator is not in the vocabulary.
+            DataError: The file is missing or invalid, or a token is not in the vocabulary.
         """
         del texts, directory
         if (file := self.file) is None:
             raise DataError("data.tokenizer.path is empty: give the path of a tokenizer.json")
-        return SubwordTokenizer(file, self.separator)
+        return SubwordTokenizer(file, self.separator, self.begin)
 
     @property
     def file(self) -> pathlib.Path | None:
@@ -126,11 +128,12 @@ class SubwordTokenizer:
     Args:
         path: Path of the tokenizer.json.
         separator: Token between documents; the usual end-of-text token when None.
+        begin: Token that begins a document; the separator when None.
     """
 
     is_text = True
 
-    def __init__(self, path: pathlib.Path, separator: str | None):
+    def __init__(self, path: pathlib.Path, separator: str | None, begin: str | None = None):
         try:
             if (kind := kind_of_special_file(path)) is not None:
                 raise DataError(
@@ -169,6 +172,13 @@ class SubwordTokenizer:
             )
         self.separator_token = end_token
         self.separator: int | None = vocabulary[end_token]
+        if begin is not None and begin not in vocabulary:
+            raise DataError(
+                f"{path} has no token {begin!r} to begin documents: name one of its tokens with"
+                " --data.tokenizer.begin, or leave it out for the separator"
+            )
+        self.begin_token = end_token if begin is None else begin
+        self.begin: int | None = vocabulary[self.begin_token]
 
     def encode_all(self, texts: Sequence[str]) -> list[Int[np.ndarray, " S"]]:
         """Return the ids of each text, without special tokens."""
@@ -264,11 +274,12 @@ class SubwordTokenizer:
             return self._bpe.encode_batch(list(texts), add_special_tokens=False)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return size, separator and the sha256 of the file."""
+        """Return size, separator and the sha256 of the file; where it is another, the begin."""
         return {
             "kind": "subword",
             "vocab_size": self.vocab_size,
             "separator": self.separator,
+            **({} if self.begin == self.separator else {"begin": self.begin}),
             "sha256": self._sha256,
         }
 

@@ -250,3 +250,19 @@ def test_rendering_does_not_depend_on_the_day(tmp_path):
         for text in (LLAMA, DATED + LLAMA)
     )
     np.testing.assert_array_equal(plain, dated)
+
+
+def test_an_answer_ends_at_an_id_that_the_model_beside_the_tokenizer_declares(tmp_path):
+    """Its template ends turns with another mark than the eos_token, as models for chats do."""
+    place = write_tokenizer(tmp_path / "tokenizer", eos_token="<|end|>")
+    tokenizer = FileConfig(path=str(place), separator="<|end|>").build(lambda: (), place)
+    messages = _messages(*TWO_TURNS)
+    before = mask_conversation(messages, read_template(place), tokenizer, "assistant")
+    assert before.endless == 2
+    end = int(tokenizer.encode_controls("<|im_end|>")[0])
+    for name in ("config.json", "generation_config.json"):
+        (place / name).write_text(f'{{"eos_token_id": [{end}, {tokenizer.separator}]}}')
+        found = mask_conversation(messages, read_template(place), tokenizer, "assistant")
+        assert found.endless == 0 and _marked(found, tokenizer).count("<|im_end|>]]") == 2
+        assert (end,) in stop_sequences(read_template(place), tokenizer)
+        (place / name).unlink()
