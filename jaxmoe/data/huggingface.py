@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.packed import PackedSource, build_sources
 from jaxmoe.data.reading.config import TextReadingConfig
-from jaxmoe.data.reading.formats import text_record
+from jaxmoe.data.reading.formats import text_record, way_to_text
 from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.optional import require
@@ -67,10 +67,11 @@ class HubRows:
         self._config = config
         self._rows = self._load()
         if config.text_field not in self._rows.column_names:
+            names = self._rows.column_names
+            way_out = way_to_text(names, "column")
             raise DataError(
                 f"data.dataset={config.dataset} has no column {config.text_field!r}; it has "
-                f"{', '.join(map(repr, self._rows.column_names))}: name the column of the text "
-                "with --data.text_field"
+                f"{', '.join(map(repr, names))}: {way_out}"
             )
 
     def __str__(self) -> str:

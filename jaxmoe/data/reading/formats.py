@@ -25,7 +25,7 @@ import contextlib
 import math
 import struct
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ _MOST_SNIFFED = 2**20
 """Characters of a text in which JSON is looked for: its first line, and the whole of short ones."""
 DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *COMPRESSED)
 """Suffixes of files that are data even if their first bytes are not text."""
+_CONVERSATIONS = (("messages",), ("prompt", "completion"), ("conversations",))
+"""Fields of records that are conversations: all of one of these sets."""
 
 
 def read_records(
@@ -150,11 +152,25 @@ def _field_text(record: Any, field: str, where: str) -> Record | BadRecord:
         )
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
-        return BadRecord(
-            f"{where} has no field {field!r}; it has {names}: name the field of the text with "
-            "--data.text_field"
-        )
+        way_out = way_to_text(record, "field")
+        return BadRecord(f"{where} has no field {field!r}; it has {names}: {way_out}")
     return text_record(record[field], field, where)
+
+
+def way_to_text(names: Collection[str], noun: str) -> str:
+    """Return what to do with records that lack the field of the text.
+
+    Args:
+        names: Fields or columns that they have.
+        noun: What these are called.
+    """
+    way_out = f"name the {noun} of the text with --data.text_field"
+    if not any(set(columns) <= set(names) for columns in _CONVERSATIONS):
+        return way_out
+    return (
+        "these are conversations, and data:chat trains on their answers by the chat template of the"
+        f" model: choose data:chat --data.path FILES (JSON lines or Parquet), or {way_out}"
+    )
 
 
 def text_record(value: Any, field: str, where: str) -> Record | BadRecord:
@@ -188,10 +204,9 @@ def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
             table = parquet.ParquetFile(stream)
             schema = table.schema_arrow
             if field not in schema.names:
-                raise DataError(
-                    f"{path} has no column {field!r}; it has {', '.join(map(repr, schema.names))}: "
-                    "name the column of the text with --data.text_field"
-                )
+                names = ", ".join(map(repr, schema.names))
+                way_out = way_to_text(schema.names, "column")
+                raise DataError(f"{path} has no column {field!r}; it has {names}: {way_out}")
             kind = schema.field(field).type
             is_dictionary = arrow.types.is_dictionary(kind)
             binary = _binary_type(arrow, kind.value_type if is_dictionary else kind)

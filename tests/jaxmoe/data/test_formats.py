@@ -340,3 +340,15 @@ def test_files_of_records_that_are_trained_as_text_are_told_of(
         told = {one.getMessage() for one in caplog.records}
         wanted = f"1 of 1 files are {kind}, {tmp_path / name} among them"
         assert [wanted in one for one in told] == [True] * (kind is not None)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"messages": []}, {"prompt": "1+1", "completion": "2"}, {"conversations": []}],
+    ids=lambda record: next(iter(record)),
+)
+def test_conversations_that_are_read_as_text_are_refused_with_the_way_out(record, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(record))
+    (bad,) = _read(path)
+    assert "choose data:chat --data.path FILES" in str(bad)
