@@ -18,10 +18,13 @@ The run is like one of `pretrain`: the same command resumes, and evaluate, gener
 it. Its checkpoints hold what is trained, and name the model that was adapted.
 
 Text and conversations are read by the tokenizer and the chat template of the model, whatever the
-kind of data. The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation
-of the model puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the
-optimiser of the initial run at a tenth of its learning rate. `optimizer:` and `--optimizer.` say
-otherwise.
+kind of data, and text ends where that of the model does. `data.tokenizer:` takes another tokenizer,
+and the run says what its ids mean to the embeddings. Batches and held-out data that no flag sets
+shrink to what the data have.
+
+The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation of the model
+puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the optimiser of the
+initial run at a tenth of its learning rate. `optimizer:` and `--optimizer.` say otherwise.
 
 Exit codes: those of `pretrain`.
 """
@@ -31,11 +34,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.cli import flags
 from experiments.cli.choices import choose, with_value
+from experiments.cli.continuation import named_fields
 from experiments.cli.exit import run_command
 from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
@@ -45,7 +50,13 @@ from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
 from jaxmoe.run.config import CheckpointConfig, InitialConfig, PretrainConfig, RunConfig
 from jaxmoe.run.plan import trained_groups
 from jaxmoe.run.provenance.saved import saved_config
-from jaxmoe.run.provenance.tokens import check_model_tokens, model_data, with_model_tokens
+from jaxmoe.run.provenance.tokens import (
+    check_model_tokens,
+    missing_text,
+    model_data,
+    with_model_tokens,
+    with_named_template,
+)
 from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.replicas import SynchronousConfig
 from jaxmoe.training.stopwatch import process_age
@@ -74,7 +85,13 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "finetune")
         config = with_fitting_optimizer(config, arguments, RATE_SHARE)
-    return train(config, command="finetune", name=str(config.run.name), age=age)
+    return train(
+        config,
+        command="finetune",
+        name=str(config.run.name),
+        fixed_fields=named_fields(arguments),
+        age=age,
+    )
 
 
 def finetune_config(initial: str | None) -> PretrainConfig:
@@ -133,24 +150,27 @@ def parse_tuning(
 
     Returns:
         The changed configuration. Exits as `flags.parse` does, also where the ids of the data mean
-        something else than those of the model.
+        something else than those of the model, unless the command line names their tokenizer.
     """
     if start.checkpoint.initial_path is None:
         return flags.parse_flags(start, arguments, prog, description)
     flag_names = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in arguments}
     with flags.exit_on_bad_configuration():
         tokens = model_data(start.checkpoint.initial_path)
+        if text := missing_text(start.checkpoint.initial_path):
+            print(f"note: {text}", file=sys.stderr, flush=True)
         start, arguments = choose(start, arguments)
+        has_tokenizer = any(word.startswith("data.tokenizer") for word in flag_names)
+        has_template = "data.template" in flag_names
         data = with_model_tokens(
-            start.data,
-            tokens,
-            has_tokenizer=any(word.startswith("data.tokenizer") for word in flag_names),
-            has_template="data.template" in flag_names,
+            start.data, tokens, has_tokenizer=has_tokenizer, has_template=has_template
         )
         start = with_value(start, ("data",), data)
     config = flags.parse_flags(start, arguments, prog, description)
     with flags.exit_on_bad_configuration():
-        check_model_tokens(config.data, tokens)
+        if has_tokenizer and not has_template:
+            config = dataclasses.replace(config, data=with_named_template(config.data))
+        check_model_tokens(config.data, tokens, has_tokenizer=has_tokenizer)
     return config
 
 

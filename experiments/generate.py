@@ -85,7 +85,7 @@ class GenerateConfig:
     """Strings that end a text, which is cut before them."""
     eos: Ends = "auto"
     """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging
-    Face models, and for those imported without data of their own."""
+    Face models, runs that began from one, and those imported without data of their own."""
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or 8 or 4 bits with scales."""
     layers: str | None = None

@@ -62,7 +62,13 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         recipe, config = flags.parse(RECIPES, DEFAULT, argv, prog, description)
     name = config.run.name or recipe
     return train(
-        config, command="pretrain", name=name, shown=recipe or argv[0], extends=extends, age=age
+        config,
+        command="pretrain",
+        name=name,
+        fixed_fields=named_fields(argv),
+        shown=recipe or argv[0],
+        extends=extends,
+        age=age,
     )
 
 
@@ -71,6 +77,7 @@ def train(
     *,
     command: str,
     name: str | None,
+    fixed_fields: frozenset[str],
     shown: str = "",
     extends: bool | frozenset[str] = False,
     age: float = 0.0,
@@ -81,6 +88,7 @@ def train(
         config: Configuration of the run.
         command: Name of the command, for messages.
         name: Name of the run; that of its directory when None.
+        fixed_fields: Fields that the command line names; other sizes are fitted to the data.
         shown: Name in the first message; `name` when empty.
         extends: Whether a run that is there may go on with changed fields; or those that the
             command line names.
@@ -96,7 +104,7 @@ def train(
         jaxmoe.run.check_packages(config.tracking)
         # JAX ends processes itself only where the heartbeat of the watchdog has failed to.
         start_process(start=config.timeouts.start, heartbeat=config.timeouts.heartbeat + JAX_LATER)
-    run = jaxmoe.run.Run(config, name=name, extends=extends)
+    run = jaxmoe.run.Run(config, name=name, extends=extends, fixed_fields=fixed_fields)
     with (
         Watchdog(config.timeouts, exit_code) as watchdog,
         StopRequest(functools.partial(_end_before_steps, run, watchdog), end_unsaved) as stop,

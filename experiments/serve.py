@@ -91,7 +91,7 @@ class ServeConfig:
     None."""
     eos: Ends = "auto"
     """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging
-    Face models, and for those imported without data of their own."""
+    Face models, runs that began from one, and those imported without data of their own."""
     engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
     max_body: int = 2**20

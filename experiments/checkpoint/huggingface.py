@@ -48,6 +48,7 @@ from jaxmoe.run.provenance.saved import (
     length_of,
     new_run,
     own_data,
+    write_generation,
 )
 from jaxmoe.tracking.console import format_bytes
 from jaxmoe.training.state import state_around
@@ -224,7 +225,9 @@ def import_run(source: str, target: pathlib.Path, options: ImportConfig) -> str:
     _check_disk(target, 4 * (tensors.table.total))
     config = _with_own_tokenizer(config, place, target)
     with new_run(target, config) as unfinished:
-        _write_texts(unfinished.path / _FOLDER, texts)
+        if texts:
+            _write_texts(unfinished.path / _FOLDER, texts)
+            write_generation(unfinished, {name: fields.get(name) for name in TOKENS}, generation)
         _save(unfinished, config, assembly, tensors)
         unfinished.write_environment(describe_devices(assembly.mesh.devices.flat))
         unfinished.write_summary(
@@ -313,8 +316,7 @@ def _with_own_tokenizer(
 
 
 def _write_texts(folder: pathlib.Path, texts: Mapping[str, str]) -> None:
-    if texts:
-        folder.mkdir()
+    folder.mkdir()
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 

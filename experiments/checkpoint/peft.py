@@ -32,6 +32,7 @@ from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.saved import (
     at_execution,
     copy_tokenizer,
+    keep_generation,
     new_run,
     own_data,
     saved_config,
@@ -136,6 +137,7 @@ def import_adapter(source: str, target: pathlib.Path, import_config: ImportConfi
     trained = sum(x.size for path, x in arrays.items() if not path.endswith(":scale"))
     with new_run(target, config) as unfinished:
         copy_tokenizer(RunDirectory(base), unfinished)
+        keep_generation(unfinished, config)
         save_checkpoint(
             unfinished.checkpoints_directory,
             _state(assembly, base, arrays),

@@ -33,6 +33,7 @@ import functools
 from collections.abc import Sequence
 
 from experiments.cli import flags
+from experiments.cli.continuation import named_fields
 from experiments.cli.exit import run_command
 from experiments.finetune import (
     finetune_config,
@@ -72,7 +73,13 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "rl")
         config = with_fitting_optimizer(config, arguments, RATE_SHARE)
-    return train(config, command="rl", name=str(config.run.name), age=age)
+    return train(
+        config,
+        command="rl",
+        name=str(config.run.name),
+        fixed_fields=named_fields(arguments),
+        age=age,
+    )
 
 
 def rl_config(initial: str | None, rl: RolloutsConfig) -> PretrainConfig:

@@ -252,7 +252,8 @@ def assemble(
     execution.implementations.prepare(mesh, left_out=_find_uncalled(plan, execution))
     check_mesh(plan, execution, trains=trains)
     if source is None:
-        source = _source(config, data, needs_data=needs_data)
+        source = _read_data(config, data, needs_data=needs_data)
+    _check_vocabulary(config, source)
     source = _with_tasks(plan, source)
     training = config.training
     loader = Loader(
@@ -294,20 +295,38 @@ def _find_uncalled(plan: RunPlan, execution: ExecutionConfig) -> frozenset[str]:
     return frozenset(names if is_plain else ())
 
 
-def _source(config: PretrainConfig, data: SourceKind | None, *, needs_data: bool) -> Source:
-    """Return the data, of which the vocabulary of the model holds all ids."""
-    training = config.training
-    data = config.data if data is None else data
-    source: Source = data.build(training.seed) if needs_data else build_text(data, training.seed)
-    num_masks = config.model.vocab_size - training.objective.num_predicted(config.model)
-    if source.vocab_size + num_masks > config.model.vocab_size:
-        with_mask = " and the mask" if num_masks else ""
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the vocabulary of the data"
-            f" ({source.vocab_size} token ids){with_mask}: give --model.vocab_size"
-            f" {source.vocab_size + num_masks}"
+def _read_data(config: PretrainConfig, data: SourceKind | None, *, needs_data: bool) -> Source:
+    kind = config.data if data is None else data
+    seed = config.training.seed
+    return kind.build(seed) if needs_data else build_text(kind, seed)
+
+
+def _check_vocabulary(config: PretrainConfig, source: Source) -> None:
+    """Refuse data with more token ids than the vocabulary of the model.
+
+    Args:
+        config: Configuration of a run.
+        source: Its data.
+
+    Raises:
+        ValueError: Names both sizes, and the way out.
+    """
+    model = config.model
+    num_masks = model.vocab_size - config.training.objective.num_predicted(model)
+    vocab_size = source.vocab_size + num_masks
+    if vocab_size <= model.vocab_size:
+        return
+    way_out = f"give --model.vocab_size {vocab_size}"
+    if (path := config.checkpoint.initial_path) is not None:
+        way_out = (
+            f"checkpoint.initial.path={path} has no embeddings for the ids from {model.vocab_size}"
+            " on, and none are added. Leave data.tokenizer out, which takes the model's own, or"
+            " name one of fewer ids"
         )
-    return source
+    raise ValueError(
+        f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of the data"
+        f" ({source.vocab_size} token ids){' and the mask' if num_masks else ''}: {way_out}"
+    )
 
 
 def _repacking(plan: RunPlan, execution: ExecutionConfig, mesh: Mesh) -> Repacking:

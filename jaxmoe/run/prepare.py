@@ -12,6 +12,7 @@ import jax
 
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
+from jaxmoe.data import Source
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.run.assemble import Assembly, Setting, assemble, describe_devices
@@ -19,7 +20,7 @@ from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart, make_parts
 from jaxmoe.run.provenance.lineage import check_config, config_check, record_source
-from jaxmoe.run.provenance.saved import keep_tokenizer
+from jaxmoe.run.provenance.tokens import keep_tokens
 from jaxmoe.run.provenance.warm_start import base_of
 from jaxmoe.run.reporter import check_packages
 from jaxmoe.run.restore import Continuation, Place, StartingPoint, read_skipped
@@ -46,6 +47,7 @@ def prepare(
     supervision: Supervision,
     *,
     extends: bool | frozenset[str] = False,
+    source: Source | None = None,
 ) -> Prepared:
     """Check the configuration, lease the directory and restore the newest state.
 
@@ -54,6 +56,7 @@ def prepare(
         directory: Run directory; leased until `supervision.resources` closes.
         supervision: Watchdog, signals and resources of this process.
         extends: See `Trainer`.
+        source: Data that were read already; None reads them.
 
     Raises:
         ValueError: The configuration, the directory or the data cannot be used.
@@ -70,7 +73,9 @@ def prepare(
     for part in parts:
         setting = part.fit(setting)
     config = setting.config
-    assembly = assemble(config, trains=True, devices=setting.devices, job=setting.job)
+    assembly = assemble(
+        config, trains=True, source=source, devices=setting.devices, job=setting.job
+    )
     assembly.feed.check()
     is_first = jax.process_index() == 0
     record = None
@@ -108,7 +113,7 @@ def prepare(
         record()
         if start.source is not None:
             record_source(directory, start.source, config)
-        keep_tokenizer(directory, config, assembly.source)
+        keep_tokens(directory, assembly.plan, assembly.source)
         record_devices(directory, assembly)
     for part in parts:
         part.record(start)

@@ -35,12 +35,13 @@ from jaxmoe.generation.text import (
     continue_texts,
     encode_prompts,
 )
-from jaxmoe.messages import show_messages
+from jaxmoe.messages import say, show_messages
 from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.fitting import fit_to_data
 from jaxmoe.run.load import describe_precision, restore_run
 from jaxmoe.run.measures import ReadingResult, decoding, measure_reading
 from jaxmoe.run.provenance.saved import Ends as Ends
@@ -69,6 +70,9 @@ class Run:
         extends: Whether a run that is there may go on with changed `EXTENSION_FIELDS`, such as more
             steps, another schedule or another learning rate; lineage.json records it. A set names
             the fields that are chosen where a checkpoint has others than config.json.
+        fixed_fields: Dotted paths of the fields that the user has set. With them, `train` fits
+            sizes that are not among them to the data (`jaxmoe.run.fitting`) and says so; None
+            leaves every field as it is.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Run:
         *,
         name: str | None = None,
         extends: bool | frozenset[str] = False,
+        fixed_fields: frozenset[str] | None = None,
     ):
         if directory is not None:
             run = dataclasses.replace(config.run, directory=os.fspath(directory))
@@ -93,6 +98,7 @@ class Run:
         """How the latest call of `train` or `steps` ended; None before."""
         self._loaded: LoadedRun | None = None
         self._extends = extends
+        self._fixed_fields = fixed_fields
         self._has_own_data = True
         self._is_on_host = False
 
@@ -240,7 +246,8 @@ class Run:
             seed: Seed of the sampling; of several prompts the i-th has seed + i.
             stop: Strings that end a text, which is cut before them.
             eos: Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for
-                Hugging Face models, and for those imported without data of their own.
+                Hugging Face models, runs that began from one, and those imported without data of
+                their own.
             eos_ids: Further token ids that end a text.
             step: Step of the checkpoint; the newest when None.
             reading: Part of the cache that a generated token attends to.
@@ -320,7 +327,35 @@ class Run:
 
     def _trainer(self, supervision: Supervision) -> Trainer:
         self._loaded = None
-        return Trainer(self.name, self.config, self.directory, supervision, extends=self._extends)
+        with configuration_errors():
+            source = self._fit_to_data()
+        return Trainer(
+            self.name,
+            self.config,
+            self.directory,
+            supervision,
+            extends=self._extends,
+            source=source,
+        )
+
+    def _fit_to_data(self) -> Source | None:
+        """Fit sizes that the user has not set to the data, and return the data; None without."""
+        config = self.config
+        if self._fixed_fields is None or not config.data.traits.has_rows:
+            return None
+        saved = self.directory.config_json() if self.directory.has_config() else None
+        source: Source = config.data.build(config.training.seed)
+        mesh = config.execution.mesh
+        # A mesh that does not fit the devices is refused later, unless a part chooses among them.
+        with contextlib.suppress(ValueError):
+            mesh = mesh.resolve(jax.device_count())
+        shards = abs(mesh.batch_shards)  # of free axes at least 1
+        self.config, texts = fit_to_data(
+            config, source, self._fixed_fields, batch_shards=shards, saved=saved
+        )
+        for text in texts:
+            say(f"note: {text}")
+        return source
 
     @contextlib.contextmanager
     def _own_supervision(self) -> Generator[Supervision, None, None]:

@@ -21,6 +21,7 @@ from typing import Any, cast
 import jax
 
 from jaxmoe.checkpoint import LeaseLostError
+from jaxmoe.data import Source
 from jaxmoe.errors import EndRunError, configuration_errors
 from jaxmoe.fingerprints import ReplicasDifferError
 from jaxmoe.messages import say
@@ -59,6 +60,7 @@ class Trainer:
         supervision: Watchdog, signals and resources of this process.
         extends: Whether a run in the directory may go on with changed `EXTENSION_FIELDS`; or the
             fields that the command line names, which may differ from those of the checkpoint too.
+        source: Data that were read already; None reads them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Trainer:
         supervision: Supervision,
         *,
         extends: bool | frozenset[str] = False,
+        source: Source | None = None,
     ):
         self._name = name
         self._config = config
@@ -77,6 +80,7 @@ class Trainer:
         self._watchdog = supervision.watchdog
         self._stopwatch = supervision.stopwatch
         self._extends = extends
+        self._source = source
         self._compiled: CompiledStep | None = None
         self._compile_seconds = 0.0
         self._reporter: Reporter | None = None
@@ -134,7 +138,11 @@ class Trainer:
         """Lease the directory and read the newest state; False if nothing is left to do."""
         with configuration_errors():
             prepared = prepare(
-                self._config, self._directory, self._supervision, extends=self._extends
+                self._config,
+                self._directory,
+                self._supervision,
+                extends=self._extends,
+                source=self._source,
             )
         start = self._start = prepared.start
         self._checkpoints = prepared.checkpoints

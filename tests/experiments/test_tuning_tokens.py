@@ -1,26 +1,41 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The first row of a fine-tuning has the ids of the model's tokenizer, whatever model and data."""
+"""The first batch of a fine-tuning has the ids of the model's tokenizer, of all models and data."""
 
 import dataclasses
 import json
+import shutil
+import sys
+import types
 
+import jax
 import numpy as np
 import pytest
 
 from experiments import finetune
 from experiments.recipes.tiny import tiny
+from experiments.rl import __main__ as rl
 from jaxmoe.configs import to_json
-from jaxmoe.data import ChatConfig, CorpusConfig, FilesConfig, MarkovConfig
+from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.data import ChatConfig, CorpusConfig, FilesConfig, Loader, MarkovConfig
 from jaxmoe.data.chat import Message, TemplateName, render, template_of
-from jaxmoe.data.text_only import encode_document
+from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, SubwordTokenizer, TrainedConfig
 from jaxmoe.data.tokenizer.subword import SEPARATOR
+from jaxmoe.run.assemble import assemble
+from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.plan import make_plan
+from jaxmoe.run.provenance.saved import end_ids, imported_generation, keep_generation
+from jaxmoe.run.provenance.tokens import describe_other_tokens, keep_tokens
 from tests.support.huggingface_directories import END, tokenizer_json, write_model
+from tests.support.runs import start_run, written_by
 
 CORPUS = CorpusConfig()
+BEGIN = "<|begin|>"
 JINJA = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
 TEXTS = [f"the quick and the {number}" for number in range(30)]
+IDS = np.arange(1, 200, dtype=np.uint8).repeat(20)
 TRAINED = TrainedConfig(vocab_size=300)
 RUNS = {
     "bytes": CORPUS,
@@ -31,16 +46,16 @@ RUNS = {
     ),
     "conversations": ChatConfig(path=("a.jsonl",), tokenizer=TRAINED),
 }
-ENDS = dict.fromkeys(RUNS, SEPARATOR) | {"a tokenizer that has moved": END, "Hugging Face": END}
-TEMPLATES: dict[str, TemplateName] = {
-    "conversations of bytes": "plain",
-    "Hugging Face": "tokenizer",
-}
+MODELS = {"Hugging Face": (), "Hugging Face with a begin": (BEGIN,)}
+"""Tokens that a tokenizer of a model puts before a text."""
+ENDS = dict.fromkeys(RUNS, SEPARATOR) | dict.fromkeys(("a tokenizer that has moved", *MODELS), END)
+TEMPLATES: dict[str, TemplateName] = dict.fromkeys(MODELS, "tokenizer")
+TEMPLATES["conversations of bytes"] = "plain"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Directories of runs, with a config and the tokenizer that they keep, and of a model."""
+    """Directories of runs, with a config and the tokenizer that they keep, and of models."""
     folder = tmp_path_factory.mktemp("models")
     for name, data in RUNS.items():
         (place := folder / name / "tokenizer").mkdir(parents=True)
@@ -48,14 +63,26 @@ def models(tmp_path_factory):
         (folder / name / "config.json").write_text(json.dumps(to_json(config)))
         if "bytes" not in name:
             _write_tokenizer(place, ENDS[name])
-    _ = write_model(folder / "Hugging Face")
-    _write_tokenizer(folder / "Hugging Face", END)
-    (folder / "Hugging Face" / "chat_template.jinja").write_text(JINJA)
+    for name, begins in MODELS.items():
+        _ = write_model(folder / name)
+        _write_tokenizer(folder / name, END, begins)
+        (folder / name / "chat_template.jinja").write_text(JINJA)
     return folder
 
 
-def _write_tokenizer(place, end):
-    (place / "tokenizer.json").write_text(json.dumps(tokenizer_json()).replace(END, end))
+def _write_tokenizer(place, end, begins=()):
+    content = tokenizer_json()
+    special = content["added_tokens"]
+    for token in begins:
+        special.append({**special[0], "id": special[0]["id"] + 1, "content": token})
+        pieces = [
+            {"SpecialToken": {"id": token, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        tokens = {token: {"id": token, "ids": [special[-1]["id"]], "tokens": [token]}}
+        empty = {"type": "TemplateProcessing", "pair": [], "special_tokens": tokens}
+        content["post_processor"] = {**empty, "single": pieces}
+    (place / "tokenizer.json").write_text(json.dumps(content).replace(END, end))
     (place / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
@@ -65,55 +92,84 @@ def texts(tmp_path_factory):
     (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in TEXTS))
     chats = [{"prompt": line, "completion": f"and the {line}"} for line in TEXTS]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    np.save(folder / "ids.npy", IDS)
     return folder
 
 
+class _FakeRows(list):
+    """The part of `datasets.Dataset` that is used."""
+
+    column_names = ("text",)
+    _fingerprint = "0123"
+
+    def select_columns(self, names):
+        return [{name: row[name] for name in names} for row in self]
+
+
 DATA = {
-    "files": ("--data.path", "{texts}/a.jsonl"),
+    "files": ("data:files", "--data.path", "{texts}/a.jsonl"),
     "chat": ("data:chat", "--data.path", "{texts}/chats.jsonl"),
     "mixture": ("data:mixture", "--data.mix", "one=1:{texts}/a.jsonl"),
+    "huggingface": ("data:huggingface", "--data.dataset", "some/set"),
+    "ids": ("data:files", "--data.path", "{texts}/ids.npy"),
 }
 
 
-def parsed(model, *words):
+def parsed(model, *words, start=finetune.finetune_config):
     where = ["--checkpoint.initial.path", str(model), *words]
-    start = finetune.finetune_config(str(model))
-    return finetune.parse_tuning(start, where, "finetune", "about")
+    return finetune.parse_tuning(start(str(model)), where, "finetune", "about")
+
+
+def rl_start(model):
+    return rl.rl_config(model, RolloutsConfig())
+
+
+def documents_of(kind, name, place):
+    """The ids of all documents, by the files of the model."""
+    if kind == "ids":
+        return [IDS]
+    tokenizer = ByteTokenizer()
+    begin = [0]
+    if "bytes" not in name:
+        tokenizer = SubwordTokenizer(place / "tokenizer.json", ENDS[name])
+        begin = tokenizer.encode_prompt("").tolist() or [tokenizer.separator]
+    if kind != "chat":
+        return [[*begin, *tokenizer.encode_all([text])[0], tokenizer.separator] for text in TEXTS]
+    template = template_of(TEMPLATES.get(name, "chatml"), FileConfig(path=str(place)))
+    turns = [(Message("user", text), Message("assistant", f"and the {text}")) for text in TEXTS]
+    return [render(pair, template, tokenizer, add_generation_prompt=False) for pair in turns]
 
 
 @pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("name", [*RUNS, "Hugging Face"])
-def test_the_first_row_has_the_ids_of_the_models_tokenizer(name, kind, models, texts, tmp_path):
+@pytest.mark.parametrize("name", [*RUNS, *MODELS])
+def test_the_first_batch_has_the_ids_of_the_models_tokenizer(
+    name, kind, models, texts, tmp_path, monkeypatch
+):
+    rows = _FakeRows({"text": text} for text in TEXTS)
+    fake = types.SimpleNamespace(load_dataset=lambda *names, **options: rows)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
     words = [word.format(texts=texts) for word in DATA[kind]]
-    if name.startswith("conversations") and kind == "files":
-        words = ["data:files", *words]
     config = parsed(models / name, *words, "--data.cache", str(tmp_path))
-    tokenizer, place = ByteTokenizer(), models / name
-    if "bytes" not in name:
-        place = place if name == "Hugging Face" else place / "tokenizer"
-        tokenizer = SubwordTokenizer(place / "tokenizer.json", ENDS[name])
-    row = config.data.build(0).row("train", 0, 256).tokens
-    if kind == "chat":
-        template = template_of(TEMPLATES.get(name, "chatml"), FileConfig(path=str(place)))
-        documents = [
-            render(
-                (Message("user", text), Message("assistant", f"and the {text}")),
-                template,
-                tokenizer,
-                add_generation_prompt=False,
-            )
-            for text in TEXTS
-        ]
-    else:
-        documents = [encode_document(tokenizer, text) for text in TEXTS]
-    assert any(np.array_equal(row[: len(ids)], ids[: len(row)]) for ids in documents)
+    of_rl = parsed(models / name, *words, start=rl_start)
+    assert of_rl.data == dataclasses.replace(config.data, cache=None)
+    assert of_rl.execution.precision == config.execution.precision
+    place = models / name if name in MODELS else models / name / "tokenizer"
+    wanted = {tuple(map(int, ids)) for ids in documents_of(kind, name, place)}
+    batch = Loader(config.data.build(0), batch_size=2, sequence_length=256, seed=0).batch(0)
+    found = [
+        tokens[segments == number]
+        for tokens, segments in zip(batch.tokens, batch.segment_ids, strict=True)
+        for number in range(1, segments.max() + 1)
+    ]
+    assert len(found) >= 2
+    for ids in found:  # the last token of a row is a target only, and long documents are cut
+        text = ",".join(map(str, ids))
+        assert any(f",{text}," in f",{','.join(map(str, document))}," for document in wanted)
+    if kind != "ids":
+        assert all(any(tuple(ids[:3]) == document[:3] for document in wanted) for ids in found)
 
 
 REFUSED = {
-    "leave data.tokenizer out": (
-        "a trained vocabulary",
-        ("data:chat", "data.tokenizer:trained", "--data.path", "chats.jsonl"),
-    ),
     "data:corpus has the tokens of data.tokenizer:bytes": ("Hugging Face", ("data:corpus",)),
     "data:markov has the tokens of a synthetic language": ("bytes", ("data:markov",)),
 }
@@ -125,6 +181,106 @@ def test_data_of_other_ids_is_refused(message, models, capsys):
     with pytest.raises(SystemExit) as ended:
         parsed(models / name, *words)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+NAMED = {
+    "bytes": ("data.tokenizer:bytes", "255 of 256 ids have the same text"),
+    "a longer vocabulary": ("data.tokenizer:file", "270 of 272 ids have the same text in both"),
+    "other ids": ("data.tokenizer:file", "268 of 271 ids have the same text in both"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_tokenizer_that_is_named_is_taken_and_its_embeddings_are_explained(
+    name, models, texts, tmp_path
+):
+    choice, words = NAMED[name]
+    _write_tokenizer(tmp_path, SEPARATOR, () if name == "other ids" else (BEGIN,))
+    if name == "other ids":
+        content = json.loads((tmp_path / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    path = () if choice.endswith("bytes") else ("--data.tokenizer.path", str(tmp_path))
+    files = ("data:files", "--data.path", str(texts / "a.jsonl"), "--data.cache", str(tmp_path))
+    texts_of = []
+    for adapter in ("model.adapter:lora", "model.adapter:select"):
+        config = parsed(models / "Hugging Face", *files, choice, *path, adapter)
+        plan = make_plan(config)
+        texts_of.append(describe_other_tokens(plan, config.data.build(0)))
+    frozen, trained = texts_of
+    assert words in frozen and "model.adapter freezes them: adapter:select trains" in frozen
+    assert words in trained and "They are trained here" in trained
+
+
+def test_a_vocabulary_that_the_embeddings_do_not_hold_is_refused_in_words(models, texts, tmp_path):
+    files = ("data:files", "--data.path", str(texts / "a.jsonl"), "--data.cache", str(tmp_path))
+    small = ("data.tokenizer:trained", "--execution.mesh.data", "1", "--training.batch_size", "2")
+    config = parsed(models / "Hugging Face", *files, *small)
+    with pytest.raises(ValueError, match="has no embeddings for the ids from 273 on, and none"):
+        assemble(config, devices=jax.devices()[:1])
+
+
+def test_what_ends_a_text_of_the_model_ends_one_of_a_run_that_began_with_it(
+    models, texts, tmp_path
+):
+    model = shutil.copytree(models / "Hugging Face", tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 270], "top_k": 5}')
+    chats = ("data:chat", "--data.path", str(texts / "chats.jsonl"), "--data.cache", str(tmp_path))
+    config = parsed(model, *chats)
+    source, plan = config.data.build(0), make_plan(config)
+    first, second = (RunDirectory(tmp_path / name) for name in ("first", "second"))
+    keep_tokens(first, plan, source)
+    initial = dataclasses.replace(config.checkpoint.initial, path=str(first.path))
+    checkpoint = dataclasses.replace(config.checkpoint, initial=initial)
+    keep_generation(second, dataclasses.replace(config, checkpoint=checkpoint))
+    for directory in (RunDirectory(model), first, second):
+        assert end_ids(directory, config, source, "auto") == (7, 270)
+        assert end_ids(directory, config, source, "ignore") == ()
+        assert imported_generation(directory)[1]["top_k"] == 5
+    assert read_template(first.tokenizer_directory).end_ids == (7, 270)
+    assert (
+        config.data.build_template().identity()
+        == read_template(first.tokenizer_directory).identity()
+    )
+
+
+def test_a_run_with_other_tokens_keeps_no_ends_of_the_model(models, texts, tmp_path, caplog):
+    files = ("data:files", "--data.path", str(texts / "a.jsonl"), "--data.cache", str(tmp_path))
+    _write_tokenizer(tmp_path, SEPARATOR, (BEGIN,))
+    named = ("data.tokenizer:file", "--data.tokenizer.path", str(tmp_path))
+    config = parsed(models / "Hugging Face", *files, *named)
+    directory = RunDirectory(tmp_path / "run")
+    keep_tokens(directory, make_plan(config), config.data.build(0))
+    assert "270 of 272 ids have the same text" in caplog.text
+    assert not (directory.tokenizer_directory / "generation_config.json").exists()
+
+
+def test_a_model_without_a_tokenizer_json_says_what_to_write(tmp_path, capsys):
+    _ = write_model(tmp_path / "model", has_tokenizer=False)
+    with pytest.raises(SystemExit):
+        parsed(tmp_path / "model", "data:chat", "--data.path", "a.jsonl")
+    assert "AutoTokenizer.from_pretrained(" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_twenty_conversations_train_a_model_of_hugging_face(models, texts, tmp_path):
+    model = shutil.copytree(models / "Hugging Face", tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 270]}')
+    lines = (texts / "chats.jsonl").read_text().splitlines()[:20]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    words = ["--checkpoint.initial.path", str(model), "--training.steps", "1"]
+    words += ["data:chat", "--data.path", str(tmp_path / "chats.jsonl")]
+    words += ["--data.cache", str(tmp_path / "cache"), "--run.directory", str(tmp_path / "run")]
+    script = "import sys; from experiments import finetune; sys.exit(finetune.main(sys.argv[1:]))"
+    process = start_run([*words, "--tracking.trackers"], script)
+    (output,) = written_by(process)
+    assert process.returncode == 0, output
+    assert "note: evaluation.batches=1, for the validation split has 1 rows of 128" in output
+    directory = RunDirectory(tmp_path / "run")
+    config = directory.load_config(PretrainConfig)
+    source = config.data.build(config.training.seed)
+    assert end_ids(directory, config, source, "auto") == (7, 270)
 
 
 def test_a_model_of_ids_takes_no_bytes(tmp_path, capsys):

@@ -110,6 +110,7 @@ class RolloutsConfig(FeedConfig):
         return rl.RolloutFeed(
             rl.Learner.of(plan, execution, mesh),
             source,
+            directory=plan.config.run.directory,
             every=plan.config.checkpoint.every,
             last_step=plan.config.training.steps,
         )

@@ -45,6 +45,8 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import separator_of
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing.replay import EXPERTS, why_not_replayed
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.saved import imported_ends
 from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.tracking.tracker import (
     AHEAD,
@@ -171,10 +173,20 @@ class RolloutFeed(Feed):
         source: Tokens of prompts and answers.
         every: Steps between checkpoints.
         last_step: Total number of steps.
+        directory: Run directory, which keeps the ids that end a text of the model; None for none.
     """
 
-    def __init__(self, learner: Learner, source: Source, *, every: int, last_step: int):
+    def __init__(
+        self,
+        learner: Learner,
+        source: Source,
+        *,
+        every: int,
+        last_step: int,
+        directory: str | None = None,
+    ):
         self._learner = learner
+        self._directory = directory
         self._source = source
         self._every = every
         self._last_step = last_step
@@ -224,7 +236,9 @@ class RolloutFeed(Feed):
     ) -> Generator[None, None, None]:
         """Open the engine, which compiles at the first step, and compute the reference model."""
         learner = self._learner
-        separator = separator_of(self._source)
+        ends = () if self._directory is None else imported_ends(RunDirectory(self._directory))
+        if (separator := separator_of(self._source)) is not None:
+            ends = tuple(dict.fromkeys((separator, *ends)))
         rollouts = Rollouts(
             learner.config,
             learner.model,
@@ -232,7 +246,7 @@ class RolloutFeed(Feed):
             self._source,
             length=learner.length,
             seed=learner.seed,
-            ends=() if separator is None else (separator,),
+            ends=ends,
         )
         with contextlib.closing(rollouts):
             self._rollouts = rollouts

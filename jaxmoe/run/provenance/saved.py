@@ -18,15 +18,17 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
+from jaxmoe.checkpoint.huggingface.export import TOKENS
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.checkpoint.huggingface.tokenizer import (
+    GENERATION,
     TOKENIZER,
     bundled_data,
     eos_ids,
@@ -296,7 +298,8 @@ def on_data(
 
 
 Ends = Literal["auto", "stop", "ignore"]
-"""Whether the end-of-text token ends a text; auto: only for models that were imported."""
+"""Whether the end-of-text token ends a text; auto: only for models that were imported, and for runs
+that began from one."""
 
 
 def length_of(directory: RunDirectory, config: PretrainConfig) -> int:
@@ -323,25 +326,79 @@ def first_token_of(directory: RunDirectory) -> int | None:
 
 
 def imported_ends(directory: RunDirectory) -> tuple[int, ...]:
-    """Return the ids that end a text of an imported model; none of other runs.
+    """Return the ids that end a text of a model, see `imported_generation`; none of other runs.
 
     Args:
-        directory: Run directory.
+        directory: Run directory, or directory of a Hugging Face model.
     """
     ids = eos_ids(*imported_generation(directory))
     return ids if all(isinstance(token, int) for token in ids) else ()
 
 
 def imported_generation(directory: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return special token ids and generation_config.json of an imported model; empty of others.
+    """Return special token ids and generation_config.json of a model.
 
     Args:
-        directory: Run directory.
+        directory: Run directory of an imported model, or of a run that began from one and keeps
+            these (`keep_generation`); or directory of a Hugging Face model. Both are empty for
+            other runs.
     """
+    if is_huggingface(directory.path):
+        fields = read_fields(directory.path)
+        special = {name: fields[name] for name in TOKENS if fields.get(name) is not None}
+        return special, read_generation(directory.path)
     summary = directory.summary() or {}
     entries = [summary.get(name) for name in ("special_tokens", "generation")]
     special, generation = (entry if isinstance(entry, dict) else {} for entry in entries)
-    return special, generation
+    if special or generation:
+        return special, generation
+    fields = read_generation(directory.tokenizer_directory)
+    # The end of text of config.json is the separator of the tokenizer.
+    names = [name for name in TOKENS if name != "eos_token_id" and fields.get(name) is not None]
+    return {name: fields[name] for name in names}, fields
+
+
+def keep_generation(directory: RunDirectory, config: PretrainConfig) -> None:
+    """Keep special token ids and generation_config.json of the model that a run begins with.
+
+    So text ends where that of the model does, wherever the run is opened. They stand beside the
+    copy of the tokenizer, as they do in the directory of a model. A run that has them, or other
+    tokens than the model, is left as it is.
+
+    Args:
+        directory: Run directory, held by this process.
+        config: Configuration of the run.
+
+    Raises:
+        ValueError: A directory cannot be read or written.
+    """
+    place = directory.tokenizer_directory / GENERATION
+    path = config.checkpoint.initial_path
+    if path is None or place.exists():
+        return
+    write_generation(directory, *imported_generation(RunDirectory(path)))
+
+
+def write_generation(
+    directory: RunDirectory, special: Mapping[str, Any], generation: Mapping[str, Any]
+) -> None:
+    """Write special token ids as a generation_config.json beside the copy of the tokenizer.
+
+    Args:
+        directory: Run directory, held by this process.
+        special: Special token ids of config.json.
+        generation: Fields of generation_config.json, which hold where both name some.
+
+    Raises:
+        ValueError: The directory cannot be written.
+    """
+    fields = {name: value for name, value in special.items() if value is not None}
+    fields.update(generation)
+    if ends := eos_ids(special, generation):
+        fields["eos_token_id"] = list(ends)
+    if fields:
+        with directory.usable():
+            replace_file(directory.tokenizer_directory / GENERATION, json.dumps(fields))
 
 
 def end_ids(
@@ -358,12 +415,15 @@ def end_ids(
     Raises:
         ValueError: eos="stop", and the data has no end-of-text token.
     """
-    is_imported = is_huggingface(directory.path)
-    if eos == "ignore" or (eos == "auto" and not (is_imported or not config.data.traits.has_rows)):
+    if eos == "ignore":
         return ()
-    if is_imported:
-        return eos_ids(read_fields(directory.path), read_generation(directory.path))
-    if ids := imported_ends(directory):
+    ids = imported_ends(directory)
+    is_model = is_huggingface(directory.path)
+    # Of a run that was imported with data of its own, the text goes on.
+    is_tuned = bool(ids) and "special_tokens" not in (directory.summary() or {})
+    if eos == "auto" and not (is_model or is_tuned or not config.data.traits.has_rows):
+        return ()
+    if ids or is_model:
         return ids
     separator = separator_of(source)
     if separator is None and eos == "stop":

@@ -8,25 +8,40 @@
     a synthetic language           refused unless one is named     as they are
 
 The separator is the model's end of text. Conversations are written as the model was trained to read
-them: by the template of its data, else by the chat_template beside its tokenizer.json.
+them: by the template of its data, else by the chat_template beside its tokenizer.json. The ids that
+end its texts are kept with the run.
+
+A tokenizer that a command line names stays, whatever the model's is. The run says what its ids mean
+to the embeddings (`describe_other_tokens`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
-from jaxmoe.data import SourceKind
+from jaxmoe.checkpoint.huggingface.tokenizer import TOKENIZER
+from jaxmoe.data import Source, SourceKind
 from jaxmoe.data.chat import ChatTemplate, Message, TemplateName, template_of, tokenizer_template
 from jaxmoe.data.tokenizer import BytesConfig, ByteTokenizer, Tokenizer, TokenizerConfig
 from jaxmoe.errors import configuration_errors
 from jaxmoe.generation.chat import Chat
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
-from jaxmoe.run.provenance.saved import own_data, saved_config
+from jaxmoe.run.plan import RunPlan
+from jaxmoe.run.provenance.saved import keep_generation, keep_tokenizer, own_data, saved_config
+
+logger = logging.getLogger(__name__)
+
+
+_BORDERS = ("begin", "separator")
+"""Fields of fingerprints that do not change what an id means."""
 
 
 def model_data(path: str | os.PathLike[str]) -> SourceKind:
@@ -40,6 +55,22 @@ def model_data(path: str | os.PathLike[str]) -> SourceKind:
     """
     config = saved_config(path)
     return config.data if is_huggingface(path) else own_data(config, RunDirectory(path))
+
+
+def missing_text(path: str | os.PathLike[str]) -> str | None:
+    """Return why a Hugging Face model reads no text, and the way out; None where it does.
+
+    Args:
+        path: Run directory, or directory of a Hugging Face model.
+    """
+    place = pathlib.Path(path)
+    if not is_huggingface(path) or (place / TOKENIZER).exists():
+        return None
+    return (
+        f"{path} has no {TOKENIZER}, so that its text is unknown here and data are token ids. If it"
+        " has another file of its tokenizer, write this one with transformers:"
+        f" AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    )
 
 
 def with_model_tokens(
@@ -66,12 +97,24 @@ def with_model_tokens(
     return dataclasses.replace(data, **changes) if changes else data
 
 
-def check_model_tokens(data: Any, model: Any) -> None:
+def with_named_template(data: Any) -> Any:
+    """Return a data config that writes conversations by the template of its tokenizer, if any.
+
+    Args:
+        data: Data whose tokenizer was named, and whose template was not.
+    """
+    if not hasattr(data, "template") or not _brings_template(data.tokenizer):
+        return data
+    return dataclasses.replace(data, template="tokenizer")
+
+
+def check_model_tokens(data: Any, model: Any, *, has_tokenizer: bool = False) -> None:
     """Refuse data whose ids mean something else than those of a model.
 
     Args:
         data: Data of a new run.
         model: Data of the model, as of `model_data`.
+        has_tokenizer: Whether the tokenizer of `data` was named, and is taken whatever it is.
 
     Raises:
         ValueError: The tokenizers differ; names both.
@@ -79,7 +122,7 @@ def check_model_tokens(data: Any, model: Any) -> None:
     """
     tokenizer = data.tokenizer
     model_tokenizer = model.tokenizer
-    if tokenizer == model_tokenizer or not data.traits.has_rows:
+    if tokenizer == model_tokenizer or has_tokenizer or not data.traits.has_rows:
         return
     way_out = (
         "choose data:files, data:chat, data:mixture or data:huggingface, which take the model's own"
@@ -109,7 +152,88 @@ def _identity(tokenizer: TokenizerConfig) -> dict[str, Any] | None:
     if tokenizer.is_trained:
         return None
     fingerprint = tokenizer.build(lambda: (), pathlib.Path()).fingerprint()
-    return {name: value for name, value in fingerprint.items() if name != "separator"}
+    return {name: value for name, value in fingerprint.items() if name not in _BORDERS}
+
+
+def keep_tokens(directory: RunDirectory, plan: RunPlan, source: Source) -> None:
+    """Keep the tokenizer of a run, and what ends a text of the model that it begins with.
+
+    Warns of other tokens than those of the model.
+
+    Args:
+        directory: Run directory, held by this process.
+        plan: Plan of the run.
+        source: Data of the run.
+
+    Raises:
+        ValueError: A directory cannot be read or written.
+    """
+    keep_tokenizer(directory, plan.config, source)
+    text = describe_other_tokens(plan, source)
+    if text is None:
+        keep_generation(directory, plan.config)
+    else:
+        logger.warning("%s", text)
+
+
+def describe_other_tokens(plan: RunPlan, source: Source) -> str | None:
+    """Return what the ids of a run mean to the embeddings of the model that it begins with.
+
+    Args:
+        plan: Plan of the run.
+        source: Data of the run.
+
+    Returns:
+        A text; None where the ids mean what they did, or nothing is known of them.
+
+    Raises:
+        ValueError: The tokenizer of the model cannot be read.
+    """
+    path = plan.config.checkpoint.initial_path
+    if path is None or not (is_huggingface(path) or RunDirectory(path).has_config()):
+        return None
+    data = plan.config.data
+    model_config = model_data(path).tokenizer
+    has_ids = data.tokenizer is not None and not data.tokenizer.is_text
+    if data.tokenizer == model_config or has_ids or not data.traits.has_rows:
+        return None
+    if model_config is None or not model_config.is_text or model_config.is_trained:
+        if data.tokenizer is None:
+            return None
+        return (
+            f"{_words(data.tokenizer)} is taken to be the tokenizer of checkpoint.initial.path="
+            f"{path}, which keeps none ({_words(model_config)}): if another made its ids, its"
+            " embeddings stand for other texts"
+        )
+    num_same = 0
+    if data.tokenizer is not None:
+        tokenizer = getattr(source, "tokenizer", None) or ByteTokenizer()
+        num_same = _count_same(tokenizer, model_config.build(lambda: (), pathlib.Path()))
+    if num_same == source.vocab_size:
+        return None
+    trained = {row.path.partition(":")[0] for row in plan.table.trained_rows}
+    tables = [row.path for row in plan.table if row.declaration.role in ("embedding", "head")]
+    training = (
+        "They are trained here, from values that stand for other texts."
+        if trained.issuperset(tables)
+        else "They stay as they are, for model.adapter freezes them: adapter:select trains them."
+    )
+    return (
+        f"data:{data.name} has the tokens of {_words(data.tokenizer)}, and checkpoint.initial.path="
+        f"{path} those of {_words(model_config)}: {num_same:,} of {source.vocab_size:,} ids have"
+        " the same text in both. The others have embeddings and logits of other texts, or of none."
+        f" {training} Without data.tokenizer the run takes the tokenizer of the model"
+    )
+
+
+def _count_same(tokenizer: Tokenizer, model_tokenizer: Tokenizer) -> int:
+    """Return the number of ids that have the same text in both vocabularies."""
+    size = min(tokenizer.vocab_size, model_tokenizer.vocab_size)
+    return sum(_spell(tokenizer, token) == _spell(model_tokenizer, token) for token in range(size))
+
+
+def _spell(tokenizer: Tokenizer, token: int) -> bytes:
+    return tokenizer.token_bytes(token) or tokenizer.spell(np.array([token])).encode()
 
 
 def _brings_template(tokenizer: TokenizerConfig | None) -> bool:

@@ -12,9 +12,12 @@ from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.training.state import TrainState
 
+_ROWS = 2
+"""Held-out rows that are continued, if there are as many."""
+
 
 def sample_text(assembly: Assembly, state: TrainState, length: int) -> str:
-    """Return text that the model generates after the first tokens of two held-out rows.
+    """Return text that the model generates after the first tokens of two held-out rows, or one.
 
     Args:
         assembly: Plan, devices and data of the run.
@@ -28,7 +31,9 @@ def sample_text(assembly: Assembly, state: TrainState, length: int) -> str:
         # The model was trained on rows of this length only.
         prompt_length = training.sequence_length // 4
         length = training.sequence_length - prompt_length
-    rows = [source.row("validation", row, prompt_length).tokens[:prompt_length] for row in (0, 1)]
+    num_rows = source.num_rows("validation", prompt_length)
+    numbers = range(_ROWS if num_rows is None else min(_ROWS, num_rows))
+    rows = [source.row("validation", row, prompt_length).tokens[:prompt_length] for row in numbers]
     model = LoadedModel(
         config=assembly.plan.model,
         params=jax.device_get(state.params),

@@ -21,6 +21,10 @@ from tests.support.models import TINY
 
 @pytest.fixture
 def feed():
+    return _feed()
+
+
+def _feed(directory=None):
     learner = Learner(
         config=RolloutsConfig(group=2, prompts=2, max_tokens=3),
         objective=PolicyGradientConfig(),
@@ -30,4 +34,26 @@ def feed():
         length=6,
         seed=0,
     )
-    return RolloutFeed(learner, MarkovConfig().build(), every=2, last_step=STEPS)
+    source = MarkovConfig().build()
+    return RolloutFeed(learner, source, every=2, last_step=STEPS, directory=directory)
+
+
+def test_answers_end_where_a_text_of_the_model_does(tmp_path, monkeypatch):
+    """The ids that a run keeps of the model that it began with end answers as well."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    seen = []
+
+    class Rollouts:
+        def __init__(self, *arguments, ends, **options):
+            del arguments, options
+            seen.append(ends)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("jaxmoe.contrib.rl.feed.Rollouts", Rollouts)
+    for directory in (None, str(tmp_path)):
+        with _feed(directory).session(lambda step, measures: None, lambda: None):
+            pass
+    assert seen == [(), (3, 5)]
