@@ -145,15 +145,16 @@ class ExecutionConfig:
                 " mesh.stage to 1, and mesh.data to more"
             )
 
-    def unroll_of(self, length: int) -> int:
-        """Return the layers in one iteration of a loop, on the devices of the mesh in context.
+    def unroll_of(self, length: int, on: str | None = None) -> int:
+        """Return the layers in one iteration of a loop.
 
         Args:
             length: Layers of the loop.
+            on: Platform; that of the devices of the mesh in context when None.
         """
         if self.unroll is not None:
             return min(self.unroll, length)
-        if platform() != "gpu" or self.remat in ("full", "offload"):
+        if (on or platform()) != "gpu" or self.remat in ("full", "offload"):
             return 1  # nothing but the stream is stacked by the loop
         # The most that divide the layers, so that no rest is compiled beside.
         return max(number for number in range(1, MOST_UNROLLED + 1) if length % number == 0)

@@ -292,15 +292,14 @@ def _save(sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platfor
         secondary = _of_held(plan, shares_of_stacks, sizes.local) * copies * sizes.itemsize
     total = secondary
     for share in shares_of_stacks:
-        is_loop = _is_loop(plan, share.stack, platform)
-        remat = sizes.remat(share.stack) if is_loop else "none"
-        total += share.layers * _save_layer(sizes, share.stack, remat, is_loop=is_loop)
+        remat = sizes.remat(share.stack) if _is_loop(plan, share.stack, platform) else "none"
+        total += share.layers * _save_layer(sizes, share.stack, remat, platform)
         if remat == "none":
             total += _of_held(plan, [share], sizes.in_use, ax.EXPERTS) * sizes.itemsize
     return total
 
 
-def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, *, is_loop: bool) -> float:
+def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, platform: Platform) -> float:
     """Return the activations that one layer keeps for its backward pass."""
     model, execution = sizes.plan.model, sizes.plan.execution
     token, inner = sizes.tokens * sizes.itemsize, sizes.inner_tokens * sizes.itemsize
@@ -324,9 +323,10 @@ def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, *, is_loop: bool)
             products = stream + sizes.inner_tokens * mixer.projected + dense
             return inputs + products + kernels
         case "none":
+            is_loop = _is_loop(sizes.plan, stack, platform)
             is_ahead = not is_loop and execution.dispatcher.traits.spreads_experts
             is_sent = sizes.devices(sizes.expert_axes) > 1 and execution.dispatcher.keeps_rows
-            has_rows = _is_unrolled(sizes.plan, stack) or is_sent
+            has_rows = _is_unrolled(sizes.plan, stack, platform) or is_sent
             width = (5 if is_ahead else 2) * fed.expert_dim + (model.embed_dim if has_rows else 0)
             kept = sizes.inner_tokens * mixer.kept + rows * width + token * fed.read_dim
             return inputs + 3 * stream + kept + dense
@@ -335,13 +335,13 @@ def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, *, is_loop: bool)
 def _is_loop(plan: StepPlan, stack: LayerStack, platform: Platform) -> bool:
     """Return whether the passes of a layer are apart: not where a CPU computes all unrolled, see
     `ExecutionConfig.unroll`."""
-    return platform != "cpu" or not _is_unrolled(plan, stack)
+    return platform != "cpu" or not _is_unrolled(plan, stack, platform)
 
 
-def _is_unrolled(plan: StepPlan, stack: LayerStack) -> bool:
+def _is_unrolled(plan: StepPlan, stack: LayerStack, platform: Platform) -> bool:
     """Return whether no loop over layers is left."""
-    unroll = plan.execution.unroll or 1
-    return plan.execution.mesh.stage == 1 and 1 < stack.num_layers <= unroll
+    length, execution = stack.num_layers, plan.execution
+    return execution.mesh.stage == 1 and 1 < length <= execution.unroll_of(length, platform)
 
 
 def _of_held(

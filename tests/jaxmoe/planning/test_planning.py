@@ -29,7 +29,7 @@ from jaxmoe.planning.abstract_step import (
 from jaxmoe.planning.corrections.measured import measured_chip
 from jaxmoe.planning.device_bytes import device_bytes, padded_bytes
 from jaxmoe.planning.hardware import CHIPS, Chip, parse_topology
-from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.memory import estimate_memory, least_memory
 from jaxmoe.planning.mesh_axes import axes_of_groups
 from jaxmoe.planning.search import Space, enumerate_meshes, on_mesh, remedies, search
 from jaxmoe.planning.sizes import Sizes
@@ -493,3 +493,19 @@ def test_overlap_hides_gathers_and_reductions_alone():
     assert enough.step == pytest.approx(work + waited)
     little = predict_time(plan, dataclasses.replace(chip, overlap=free / work / 4))
     assert little.step == pytest.approx(work + waited + 0.75 * free)
+
+
+def test_loops_that_a_gpu_unrolls_by_itself_keep_the_rows_of_experts():
+    """Up to four layers leave no loop there, unless all of a layer is computed again."""
+
+    def saved(layers, platform, **fields):
+        model = dataclasses.replace(WIDE, num_layers=layers)
+        plan = plan_of(model, mesh=MeshConfig(data=8), length=128, **fields)
+        return least_memory(Sizes.of(plan), platform).saved
+
+    for layers, is_unrolled in ((2, True), (4, True), (5, False), (8, False)):
+        whole, loop = saved(layers, "gpu", unroll=layers), saved(layers, "gpu", unroll=1)
+        assert whole > loop
+        assert saved(layers, "gpu") == (whole if is_unrolled else loop)
+        assert saved(layers, "tpu") == saved(layers, "tpu", unroll=1)
+    assert saved(4, "gpu", remat="full") == saved(4, "gpu", remat="full", unroll=1)
