@@ -193,7 +193,7 @@ class Rollouts:
         if ending.message:
             raise RolloutError(f"step {step + 1}: no answer was drawn: {ending.message}")
         return RolloutSample(
-            prompt=stream.request.prompt,
+            prompt=tuple(stream.request.prompt),
             answer=tuple(event.token for event in generated),
             log_probs=tuple(float(event.logprob) for event in generated),
             text="".join(event.text for event in events),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,10 @@ _END = ChatPiece("control", "<|im_end|>")
 class ChatML:
     """Marks of begin and end around each turn."""
 
-    end_ids: ClassVar[tuple[int, ...]] = ()
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """No further ids."""
+        return ()
 
     @property
     def end(self) -> ChatPiece:
@@ -73,7 +76,10 @@ class ChatML:
 class Plain:
     """The role in words before each turn; the separator after an answer."""
 
-    end_ids: ClassVar[tuple[int, ...]] = ()
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """No further ids."""
+        return ()
 
     @property
     def end(self) -> ChatPiece:
