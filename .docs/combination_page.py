@@ -7,8 +7,8 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator
 
-from jaxmoe.choices import Choice
-from jaxmoe.combinations import Row, all_rows
+from jaxmoe.choices import Choice, Row
+from jaxmoe.combinations import all_rows
 
 HEAD = """# What combines with what
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Choices that a config may make, as the rows of `jaxmoe.combinations` name them.
+"""Choices that a config may make, and rows of two that do not combine; see `jaxmoe.combinations`.
 
-    above("execution.mesh.stage", 1)        member("optimizer", "mkor")
+    Row(above("execution.mesh.stage", 1), member("optimizer", "mkor"), reason, way_out)
 
 A choice is a dotted path from the config of a run and a test of the value there.
 """
@@ -66,6 +66,40 @@ class Choice:
     def text(self) -> str:
         """Path and words, for the page."""
         return f"`{self.shown or self.path}` {self.words}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """Two choices that do not combine.
+
+    Attributes:
+        first: A choice.
+        second: A choice of another field.
+        reason: Why not, a clause with `{first}` and `{second}`.
+        way_out: What to choose instead; it may have `{first}` and `{second}`.
+    """
+
+    first: Choice
+    second: Choice
+    reason: str
+    way_out: str
+
+    def refusal(self, config: Any) -> str | None:
+        """Return the message for a config that makes both choices, else None.
+
+        Args:
+            config: Config of a run, or a namespace with some of its fields.
+        """
+        first = self.first.spelling(config)
+        second = None if first is None else self.second.spelling(config)
+        if second is None:
+            return None
+        return f"{self.reason}: {self.way_out}".format(first=first, second=second)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """First names of the two paths."""
+        return self.first.fields | self.second.fields
 
 
 def values_at(config: Any, path: str) -> tuple[Any, ...]:

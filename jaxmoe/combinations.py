@@ -27,6 +27,7 @@ from typing import Any, Final
 from jaxmoe.catalog.combinations import ADDRESSES
 from jaxmoe.choices import (
     Choice,
+    Row,
     above,
     differs,
     equals,
@@ -43,40 +44,6 @@ _Entry = tuple[str, tuple[str | int, ...], str]
 
 class CombinationError(ValueError):
     """A config makes both choices of a row."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """Two choices that do not combine.
-
-    Attributes:
-        first: A choice.
-        second: A choice of another field.
-        reason: Why not, a clause with `{first}` and `{second}`.
-        way_out: What to choose instead; it may have `{first}` and `{second}`.
-    """
-
-    first: Choice
-    second: Choice
-    reason: str
-    way_out: str
-
-    def refusal(self, config: Any) -> str | None:
-        """Return the message for a config that makes both choices, else None.
-
-        Args:
-            config: Config of a run, or a namespace with some of its fields.
-        """
-        first = self.first.spelling(config)
-        second = None if first is None else self.second.spelling(config)
-        if second is None:
-            return None
-        return f"{self.reason}: {self.way_out}".format(first=first, second=second)
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """First names of the two paths."""
-        return self.first.fields | self.second.fields
 
 
 def check(**fields: Any) -> None:
@@ -261,11 +228,7 @@ _ONE_STAGE: Final = "set execution.mesh.stage to 1"
 
 
 def gathered_row(view: Choice) -> Row:
-    """Return the row of a choice that makes a `jaxmoe.layers.view.View`, and gathered parameters.
-
-    Args:
-        view: The choice.
-    """
+    """Return the row of a view of the parameters, beside layouts that gather them before."""
     return Row(
         view,
         equals("execution.rules", *GATHERED_BEFORE),
@@ -275,11 +238,7 @@ def gathered_row(view: Choice) -> Row:
 
 
 def fetched_row(view: Choice) -> Row:
-    """Return the row of a choice that makes a `jaxmoe.layers.view.View`, and a host's parameters.
-
-    Args:
-        view: The choice.
-    """
+    """Return the row of a view of the parameters, beside a host that holds them."""
     return Row(
         view,
         equals("execution.offload.parameters", "host"),

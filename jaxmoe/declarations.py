@@ -213,8 +213,8 @@ def declare(module: nn.Module, name: str, declaration: Declaration) -> Array:
         name: Name in the module; changing it changes the initial value.
         declaration: Shape, axes and role of the parameter.
     """
-    whole = dataclasses.replace(declaration, is_whole=True)
-    value = _adapt(module, name, _declare_matrix(module, name, whole))
+    declaration = dataclasses.replace(declaration, is_whole=True)
+    value = _adapt(module, name, _declare_matrix(module, name, declaration))
     return value.merge() if isinstance(value, LowRank) else value
 
 

@@ -328,8 +328,9 @@ def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, platform: Platfor
             is_sent = sizes.devices(sizes.expert_axes) > 1 and execution.dispatcher.keeps_rows
             has_rows = _is_unrolled(sizes.plan, stack, platform) or is_sent
             width = (5 if is_ahead else 2) * fed.expert_dim + (model.embed_dim if has_rows else 0)
-            kept = sizes.inner_tokens * mixer.kept + rows * width + token * fed.read_dim
-            return inputs + 3 * stream + kept + dense
+            looked_up = token * fed.read_dim
+            mixed = sizes.inner_tokens * mixer.kept
+            return inputs + 3 * stream + mixed + rows * width + looked_up + dense
 
 
 def _is_loop(plan: StepPlan, stack: LayerStack, platform: Platform) -> bool:

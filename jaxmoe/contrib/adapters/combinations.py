@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, differs, equals, is_set, member, trait
-from jaxmoe.combinations import Row
+from jaxmoe.choices import Row, above, differs, equals, is_set, member, trait
 from sharding.state_layouts import STATE_LAYOUTS
 
 _SHARDS: Final = member("model.adapter", "mixture_of_shards")

@@ -166,11 +166,11 @@ class MixedAdapter(Adapter):
         Raises:
             ValueError: There is one.
         """
-        whole = [row for row in targets if row.declaration.is_whole]
-        if whole:
-            roles = sorted({row.declaration.role for row in whole})
+        merged = [row for row in targets if row.declaration.is_whole]
+        if merged:
+            roles = sorted({row.declaration.role for row in merged})
             raise ValueError(
-                f"adapter.targets.roles={self.targets.roles}: {whole[0].path} is used whole by its"
+                f"adapter.targets.roles={self.targets.roles}: {merged[0].path} is used whole by its"
                 f" layer, and adapter:{self.name} mixes additions for each token: leave"
                 f" {' and '.join(roles)} out, name other matrices with adapter.targets.pattern, or"
                 " take adapter:lora"

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, differs, equals, is_set, member, no_member, that
-from jaxmoe.combinations import ONE_STAGE, REARRANGES_ROWS, SHARED_HEADS, Row
+from jaxmoe.choices import Row, above, differs, equals, is_set, member, no_member, that
+from jaxmoe.combinations import ONE_STAGE, REARRANGES_ROWS, SHARED_HEADS
 from jaxmoe.training.balance import takes_two_passes
 
 _STAGES: Final = above("execution.mesh.stage", 1)

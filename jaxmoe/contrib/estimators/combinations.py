@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, equals, is_set, member, that, trait
-from jaxmoe.combinations import Row, fetched_row, gathered_row
+from jaxmoe.choices import Row, above, equals, is_set, member, that, trait
+from jaxmoe.combinations import fetched_row, gathered_row
 
 _STAGES: Final = above("execution.mesh.stage", 1)
 _LEVELS: Final = equals("data.packing", "levels")

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, member, trait
-from jaxmoe.combinations import Row
+from jaxmoe.choices import Row, above, member, trait
 
 _SWEPT: Final = member("training.objective", "swept_layers")
 ROWS: Final = (

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import member, that
-from jaxmoe.combinations import Row
+from jaxmoe.choices import Row, member, that
 
 ROWS: Final = (
     Row(

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, member, that, trait
-from jaxmoe.combinations import Row, gathered_row
+from jaxmoe.choices import Row, above, member, that, trait
+from jaxmoe.combinations import gathered_row
 
 _MKOR: Final = member("optimizer", "mkor")
 

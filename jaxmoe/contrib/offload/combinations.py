@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import Choice, above, differs, equals, member
-from jaxmoe.combinations import Row
+from jaxmoe.choices import Choice, Row, above, differs, equals, member
 from sharding.state_layouts import STATE_LAYOUTS
 
 _HOST: Final = equals("execution.offload.parameters", "host")

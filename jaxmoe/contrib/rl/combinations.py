@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import differs, is_set, that, unset
-from jaxmoe.combinations import Row
+from jaxmoe.choices import Row, differs, is_set, that, unset
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 
 ROWS: Final = (

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, differs, equals, is_set, member, no_member, that, trait
-from jaxmoe.combinations import Row
+from jaxmoe.choices import Row, above, differs, equals, is_set, member, no_member, that, trait
 
 _WORKERS: Final = that("replicas", "with workers", lambda method: method.exchanges != "nothing")
 _MERGED: Final = that(

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import above, is_set, member
-from jaxmoe.combinations import Row
+from jaxmoe.choices import Row, above, is_set, member
 
 _COMPARISON: Final = member("parts.*", "gradient_comparison", shown="parts")
 _WAY_OUT: Final = "leave gradient_comparison out of parts"

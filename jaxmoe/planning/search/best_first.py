@@ -297,14 +297,14 @@ def _smallest(
 ) -> list[Candidate]:
     """Return those plans that need least memory, in their order."""
     bounds = [searching.least_need(searching.sizes(plan)) for plan, _ in plans]
-    found: list[tuple[float, int, Candidate]] = []
+    smallest: list[tuple[float, int, Candidate]] = []
     for least, place in sorted(zip(bounds, range(len(plans)), strict=True)):
-        if len(found) == number and least > found[-1][0]:
+        if len(smallest) == number and least > smallest[-1][0]:
             break
         candidate = searching.candidate(*plans[place])
-        found = sorted([*found, (candidate.need, place, candidate)], key=lambda one: one[:2])
-        found = found[:number]
-    return [candidate for _, _, candidate in sorted(found, key=lambda one: one[1])]
+        smallest = sorted([*smallest, (candidate.need, place, candidate)], key=lambda one: one[:2])
+        smallest = smallest[:number]
+    return [candidate for _, _, candidate in sorted(smallest, key=lambda one: one[1])]
 
 
 def _closest(entries: Sequence[Arrangement], searching: _BestFirstSearch) -> Candidate | None:

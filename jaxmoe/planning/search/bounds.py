@@ -67,24 +67,24 @@ class ParameterSeconds:
             chip: Properties of each device.
         """
         members: dict[Hashable, list[ParameterShares]] = defaultdict(list)
-        for one in sizes.parameters.values():
-            row, stack = one.row, one.stack
+        for shares in sizes.parameters.values():
+            row, stack = shares.row, shares.stack
             scan = row.path.partition("/")[0]
             layers = row.shape[0] if row.declaration.is_stacked else 0
             path = "" if stack is None else stack.path
-            members[scan, layers, path, gathered_as(one)].append(one)
+            members[scan, layers, path, gathered_as(shares)].append(shares)
         met: set[Hashable] = set()
         groups = []
         for shares_of_group in members.values():
             entries: list[tuple[str, Traffic]] = [
                 entry
-                for one in shares_of_group
-                for entry in parameter_traffic(sizes, one, 1.0, 1.0)
+                for shares in shares_of_group
+                for entry in parameter_traffic(sizes, shares, 1.0, 1.0)
             ]
-            for one in shares_of_group:
-                for entry in _of_copies(sizes, one):
+            for shares in shares_of_group:
+                for entry in _of_copies(sizes, shares):
                     # One message may carry the gradients of a whole layer.
-                    key = one.row.path.partition("/")[0], entry.axes
+                    key = shares.row.path.partition("/")[0], entry.axes
                     messages = 0.0 if key in met else entry.messages
                     met.add(key)
                     entries.append(("copies", dataclasses.replace(entry, messages=messages)))

@@ -156,21 +156,21 @@ class Roofline:
                 work.network / link,
             )
 
-        whole = CostedOperation(
+        step = CostedOperation(
             sum([work.flops for work in operations]),
             nano_batches * sum([work.weights for work in operations]),
             sum([work.other for work in operations]),
             sum([work.network for work in operations]),
         )
         overlaps = nano_batches > 1
-        total = seconds(whole) if overlaps else sum([seconds(work) for work in operations])
+        total = seconds(step) if overlaps else sum([seconds(work) for work in operations])
         total += self.constant
         read = sum([nano_batches * work.weights + work.other for work in operations])
         return StepCost(
             total,
             experts * (1 if nano_batches == 1 else nano_batches),
-            whole.flops,
-            self._watts(whole.flops, read, total),
+            step.flops,
+            self._watts(step.flops, read, total),
         )
 
     def demands(self, parts: Sequence[WorkPart]) -> tuple[float, float, float]:
