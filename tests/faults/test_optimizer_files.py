@@ -20,7 +20,8 @@ class Death(BaseException):
 def command(run, memory):
     every = ("--checkpoint.every", str(EVERY), "--tracking.print_every", "1")
     quiet = ("--evaluation.every", "0", "--tracking.sample_length", "0")
-    return flags(run, STEPS, *every, *quiet, "--execution.offload.optimizer", memory)
+    offload = ("--execution.offload.optimizer", memory) if memory != "device" else ()
+    return flags(run, STEPS, *every, *quiet, *offload)
 
 
 def die_within(run, write: int) -> None:
