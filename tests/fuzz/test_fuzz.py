@@ -8,11 +8,13 @@ JAXMOE_FUZZ_SEED and JAXMOE_FUZZ_DRAWS choose others.
 import collections
 import contextlib
 import os
+from typing import get_args
 
 import jax
 import numpy as np
 import pytest
 
+from jaxmoe.execution import Remat
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import make_plan
 from jaxmoe.run.config import PretrainConfig
@@ -70,7 +72,7 @@ def test_draws_with_stages_reach_every_choice():
         *(("interleaved", chunks, False) for chunks in (1, 2, 3)),
         *(("interleaved", chunks, True) for chunks in (1, 2)),
     }
-    assert seen["remat"] == {"none", "full", "dots", "offload"}
+    assert seen["remat"] == set(get_args(Remat))
     assert seen["rules"] == set(STATE_LAYOUTS)
     assert seen["dispatcher"] == set(meshes.DISPATCHERS)
     assert seen["kernels"] == {None, "reference"}
