@@ -211,6 +211,8 @@ def exchanged(config, execution):
 def test_exchanges_on_a_mesh_give_the_numbers_of_one_device(name):
     """Norms, products and places in tiles are those of whole parameters, however they lie."""
     found, talk = exchanged(EXCHANGES[name], MESH)
+    # Once in many runs JAX 0.10.2 gave the second trace an array of the first one's mesh.
+    jax.clear_caches()
     wanted, wanted_talk = exchanged(EXCHANGES[name], ONE)
     assert_close(found, wanted, "matmul")
     assert_close(talk.codec, wanted_talk.codec, "matmul")
