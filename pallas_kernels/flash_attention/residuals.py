@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+
+from pallas_kernels.array_types import Array
 
 ATTENDED = "flash_attention_out"
 """Output and log-sum-exp of the queries."""
