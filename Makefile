@@ -11,10 +11,16 @@
 # make accelerator everything on one GPU or TPU: is it right, how fast, beside whom (MINUTES=8)
 # make bench       kernels, routers, a step beside transformers (ten minutes, machine left alone)
 #
-# PYTHON=python3.12 chooses the interpreter, JAX=0.12 another jax, VENV=dir another place. Where the
+# The newest installed Python of 3.11 to 3.13 is taken; 3.12 and 3.13 have jax 0.12, 3.11 has 0.10.
+# PYTHON=python3.11 chooses the interpreter, JAX=0.11 another jax, VENV=dir another place. Where the
 # driver of an NVIDIA GPU answers, demo and accelerator install the extra cuda; CUDA= leaves it out.
 
-PYTHON ?= python3
+# The first that runs and can make an environment: Debian has Pythons without `ensurepip`.
+ifndef PYTHON
+PYTHON := $(shell for python in python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip, venv' 2>/dev/null && echo $$python && break; done)
+PYTHON := $(or $(PYTHON),python3)
+endif
 VENV ?= .venv
 JAX ?=
 WORKERS ?= 2
