@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from sharding.axes import MESH_AXES, REPLICA, SEQ
 from sharding.fold import MoEMesh, refine
 from sharding.topology import device_array, in_host_order
+
+_sizes = operator.attrgetter(*MESH_AXES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +58,7 @@ class MeshConfig:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the axes, in the order of MESH_AXES."""
-        return tuple(getattr(self, axis) for axis in MESH_AXES)
+        return _sizes(self)
 
     @property
     def by_axis(self) -> dict[str, int]:

@@ -14,10 +14,13 @@ Pipette (DATE 2024) and Galvatron (arXiv 2211.13878) prune a larger space by the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import gc
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +34,7 @@ from jaxmoe.planning.memory import estimate_memory, least_memory
 from jaxmoe.planning.memory_estimate import MemoryEstimate
 from jaxmoe.planning.search.bounds import ParameterSeconds
 from jaxmoe.planning.search.meshes import mesh_in_words
-from jaxmoe.planning.search.space import Arrangement, Space, arrangements
+from jaxmoe.planning.search.space import Arrangement, RematPair, Space, arrangements
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import StepTime, least_time, time_of
 from jaxmoe.training.state import TrainState
@@ -87,6 +90,44 @@ class SearchResult:
     """Number of their arrangements that divide."""
 
 
+_Seconds = dict[tuple[int, RematPair], float]
+"""Seconds by the number of micro-batches and the remat."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Bounds:
+    """Seconds that plans of an arrangement take at least, each computed once for all arrangements
+    that have it in common."""
+
+    arrangement: Arrangement
+    chip: Chip
+    layout: DeviceLayout
+    products: _Seconds
+    """Shared by arrangements with the same `Arrangement.record`."""
+    unhidden: _Seconds
+    """Shared by arrangements with the same layout and pipeline."""
+    parameters: Callable[[Sizes], ParameterSeconds]
+    """Those of the layout, from the sizes of a plan with it."""
+
+    def least_time(self, number: int, remat: int) -> float:
+        """Return seconds that a plan takes at least; see `Arrangement.at`."""
+        key = self.arrangement.numbers[number], self.arrangement.remats[remat]
+        if key not in self.products:
+            self.products[key] = least_time(self._sizes(number, remat), self.chip)
+        return self.products[key]
+
+    def parameter_time(self, number: int, remat: int) -> float:
+        """Return seconds that a plan waits for its parameters at least."""
+        key = self.arrangement.numbers[number], self.arrangement.remats[remat]
+        if key not in self.unhidden:
+            sizes = self._sizes(number, remat)
+            self.unhidden[key] = self.parameters(sizes).unhidden(sizes, self.chip)
+        return self.unhidden[key]
+
+    def _sizes(self, number: int, remat: int) -> Sizes:
+        return Sizes.on(self.layout, self.arrangement.at(number, remat))
+
+
 @dataclasses.dataclass
 class _BestFirstSearch:
     """State of one search."""
@@ -98,11 +139,9 @@ class _BestFirstSearch:
     moments: dict[str, int] | None = None
     """Result of `_moments`, the same for all plans; None until it is needed."""
     layouts: dict[tuple[Hashable, ...], DeviceLayout] = dataclasses.field(default_factory=dict)
-    least_times: dict[tuple[Hashable, ...], float] = dataclasses.field(default_factory=dict)
-    parameters: dict[tuple[Hashable, ...], ParameterSeconds] = dataclasses.field(
-        default_factory=dict
-    )
-    unhidden: dict[tuple[Hashable, ...], float] = dataclasses.field(default_factory=dict)
+    products: dict[Hashable, _Seconds] = dataclasses.field(default_factory=dict)
+    unhidden: dict[Hashable, _Seconds] = dataclasses.field(default_factory=dict)
+    parameters: dict[Hashable, ParameterSeconds] = dataclasses.field(default_factory=dict)
 
     def sizes(self, plan: StepPlan) -> Sizes:
         """Return the sizes of a plan; plans that differ in nothing that a layout reads share it."""
@@ -111,25 +150,23 @@ class _BestFirstSearch:
             self.layouts[key] = DeviceLayout(plan=plan, flops=self.flops)
         return Sizes.on(self.layouts[key], plan)
 
-    def least_time(self, arrangement: Arrangement, number: int, remat: int) -> float:
-        """Return seconds that a plan of an arrangement takes at least; see `Arrangement.at`."""
-        key = arrangement.record, arrangement.numbers[number], arrangement.remats[remat]
-        if key not in self.least_times:
-            sizes = self.sizes(arrangement.at(number, remat))
-            self.least_times[key] = least_time(sizes, self.chip)
-        return self.least_times[key]
-
-    def parameter_time(self, arrangement: Arrangement, number: int, remat: int) -> float:
-        """Return seconds that a plan of an arrangement waits for its parameters at least."""
+    def bounds(self, arrangement: Arrangement) -> _Bounds:
+        """Return the bounds of an arrangement, whose numbers others share."""
         execution = arrangement.plan.execution
         layout = DeviceLayout.record(execution)
-        key = layout, execution.pipeline, arrangement.numbers[number], arrangement.remats[remat]
-        if key not in self.unhidden:
-            sizes = self.sizes(arrangement.at(number, remat))
-            if layout not in self.parameters:
-                self.parameters[layout] = ParameterSeconds.of(sizes, self.chip)
-            self.unhidden[key] = self.parameters[layout].unhidden(sizes, self.chip)
-        return self.unhidden[key]
+        return _Bounds(
+            arrangement=arrangement,
+            chip=self.chip,
+            layout=self.sizes(arrangement.plan).layout,
+            products=self.products.setdefault(arrangement.record, {}),
+            unhidden=self.unhidden.setdefault((layout, execution.pipeline), {}),
+            parameters=functools.partial(self._parameters_of, layout),
+        )
+
+    def _parameters_of(self, layout: Hashable, sizes: Sizes) -> ParameterSeconds:
+        if layout not in self.parameters:
+            self.parameters[layout] = ParameterSeconds.of(sizes, self.chip)
+        return self.parameters[layout]
 
     def candidate(self, plan: StepPlan, time: StepTime) -> Candidate:
         """Return a plan with its memory."""
@@ -194,17 +231,43 @@ def search(
         space: Choices beside the mesh; None keeps all of the plan's.
         factors: Compiled temporaries over those of the closed form, by remat.
     """
+    with _without_collection():
+        return _search(plan, meshes, chip, keep, fold, space or Space(), factors or {})
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Put the collection of cycles off: a search keeps all that it makes, which Python would go
+    through again and again, for a sixth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _search(
+    plan: StepPlan,
+    meshes: Sequence[MeshConfig],
+    chip: Chip,
+    keep: int,
+    fold: MoEMesh | None,
+    space: Space,
+    factors: Factors,
+) -> SearchResult:
     refused: dict[str, str] = {}
     kept_arrangements: list[Arrangement] = []
     for mesh in meshes:
-        all_arrangements = list(arrangements(plan, mesh, space or Space(), fold))
+        all_arrangements = list(arrangements(plan, mesh, space, fold))
         dividing = [
             arrangement for arrangement in all_arrangements if isinstance(arrangement, Arrangement)
         ]
         if not dividing and all_arrangements:
             refused[mesh_in_words(mesh)] = str(all_arrangements[0])
         kept_arrangements += dividing
-    searching = _BestFirstSearch(chip, factors or {}, TokenFlops.of(plan))
+    searching = _BestFirstSearch(chip, factors, TokenFlops.of(plan))
     fitting: list[Candidate] = []
     faster: dict[int, tuple[StepPlan, StepTime]] = {}
     for place, one, time in _by_time(kept_arrangements, searching):
@@ -236,13 +299,14 @@ def _by_time(
     least is not gone through.
     """
     chip = searching.chip
+    bounds = [searching.bounds(arrangement) for arrangement in entries]
     serial = itertools.count()
     queue: list[tuple[float, int, int, int, int, StepTime | None]] = []
 
     def push(place: int, number: int, remat: int) -> None:
         """Enter a plan by what it takes at least; when its turn comes what its parameters add is
         bounded, and when it comes again its time is predicted."""
-        least = searching.least_time(entries[place], number, remat)
+        least = bounds[place].least_time(number, remat)
         heapq.heappush(queue, (least, next(serial), place, number, remat, None))
 
     for place, arrangement in enumerate(entries):
@@ -257,12 +321,12 @@ def _by_time(
         least, rank, place, number, remat, time = heapq.heappop(queue)
         if place in finished:
             continue
-        arrangement = entries[place]
         if time is None and rank not in bounded:
             bounded.add(rank)
-            least += searching.parameter_time(arrangement, number, remat)
+            least += bounds[place].parameter_time(number, remat)
             heapq.heappush(queue, (least, rank, place, number, remat, None))
             continue
+        arrangement = entries[place]
         plan = arrangement.at(number, remat)
         sizes = searching.sizes(plan)
         if time is None:

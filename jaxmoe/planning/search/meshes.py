@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.sequences import check_rows
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
@@ -73,13 +74,15 @@ class LaidOut(NamedTuple):
     """Why the mesh does not divide parameters, sequences or heads; None where it does."""
 
     @classmethod
-    def of(cls, plan: StepPlan) -> LaidOut:
-        """Return the parameters of a plan by the rules of its execution.
+    def of(cls, plan: StepPlan, execution: ExecutionConfig) -> LaidOut:
+        """Return the parameters of a plan by the rules of an execution.
 
         Args:
-            plan: Step on its mesh; the specs of its table are not read.
+            plan: Step to plan; its own execution and table are not read.
+            execution: Execution with every size of its mesh filled in.
         """
-        execution, length = plan.execution, plan.sequence_length
+        plan = dataclasses.replace(plan, execution=execution)
+        length = plan.sequence_length
         table, sizes, rules = plan.on(execution).table, plan.mesh_sizes, execution.axis_rules
         try:
             for layout in execution.state_layout.rules:
@@ -91,39 +94,54 @@ class LaidOut(NamedTuple):
         return cls(table, None)
 
 
-def on_mesh(
-    plan: StepPlan,
-    mesh: MeshConfig,
-    fold: MoEMesh | None = None,
-    laid_out: Callable[[StepPlan], LaidOut] = LaidOut.of,
-) -> StepPlan:
+def on_mesh(plan: StepPlan, mesh: MeshConfig, fold: MoEMesh | None = None) -> StepPlan:
     """Return the plan on another mesh.
 
     Args:
         plan: Step to plan.
         mesh: Mesh with every size filled in.
         fold: Mesh of the experts within it, if they have their own.
+
+    Raises:
+        ValueError: See `with_execution`.
+    """
+    return with_execution(plan, dataclasses.replace(plan.execution, mesh=mesh, fold=fold))
+
+
+def with_execution(
+    plan: StepPlan,
+    execution: ExecutionConfig,
+    laid_out: Callable[[StepPlan, ExecutionConfig], LaidOut] = LaidOut.of,
+    *,
+    accumulation: int | None = None,
+) -> StepPlan:
+    """Return the plan with another execution.
+
+    Args:
+        plan: Step to plan.
+        execution: Execution with every size of its mesh filled in.
         laid_out: `LaidOut.of`, or the same remembered.
+        accumulation: Number of micro-batches; that of the plan when None.
 
     Raises:
         ValueError: The mesh does not divide a parameter, the heads, the layers or the batch.
     """
-    execution = plan.execution
-    if (execution.mesh, execution.fold) != (mesh, fold):
-        execution = dataclasses.replace(execution, mesh=mesh, fold=fold)
-        plan = dataclasses.replace(plan, execution=execution)
-    layout = laid_out(plan)
-    moved = dataclasses.replace(plan, table=layout.table)
-    check_pipeline(moved.model, moved.execution, moved.accumulation)
+    accumulation = plan.accumulation if accumulation is None else accumulation
+    layout = laid_out(plan, execution)
+    moved = dataclasses.replace(
+        plan, execution=execution, table=layout.table, accumulation=accumulation
+    )
+    check_pipeline(moved.model, execution, accumulation)
     moved.gradients.check(moved)
     if layout.refusal is not None:
         raise layout.refusal.with_traceback(None)
-    parts = mesh.batch_shards * plan.accumulation
+    shards = execution.mesh.batch_shards
+    parts = shards * accumulation
     if plan.batch_size % parts:
         raise ValueError(
-            f"training.batch_size={plan.batch_size} must be divisible by the {mesh.batch_shards}"
+            f"training.batch_size={plan.batch_size} must be divisible by the {shards}"
             " devices that share a batch (mesh replica x data x expert) times"
-            f" training.accumulation={plan.accumulation}: choose a multiple of {parts}"
+            f" training.accumulation={accumulation}: choose a multiple of {parts}"
         )
     return moved
 

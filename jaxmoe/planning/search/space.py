@@ -26,8 +26,9 @@ from collections.abc import Callable, Hashable, Iterator
 
 from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.planning.abstract_step import StepPlan
-from jaxmoe.planning.search.meshes import LaidOut, divisors, on_mesh
+from jaxmoe.planning.search.meshes import LaidOut, divisors, with_execution
 from jaxmoe.planning.step_time import least_time_record
+from jaxmoe.training.pipeline.stages import ModelParts
 from sharding.expert_parallel import (
     AllGatherConfig,
     AllToAllConfig,
@@ -125,15 +126,15 @@ def arrangements(
     """
     base = plan.execution
     rules = _rules(mesh, space) or (base.rules,)
-    pipelines = (space.pipelines if mesh.stage > 1 else ()) or (base.pipeline,)
+    pipelines = _pipelines(plan, mesh, space)
     spreads = list(_spreads(plan, mesh, space, fold))
     remats = _remats(plan, space)
     layouts: dict[tuple[StateLayoutName, MoEMesh | None], LaidOut] = {}
 
-    def laid_out(moved: StepPlan) -> LaidOut:
-        key = moved.execution.rules, moved.execution.fold  # on one mesh nothing else is read
+    def laid_out(plan: StepPlan, execution: ExecutionConfig) -> LaidOut:
+        key = execution.rules, execution.fold  # on one mesh nothing else is read
         if key not in layouts:
-            layouts[key] = LaidOut.of(moved)
+            layouts[key] = LaidOut.of(plan, execution)
         return layouts[key]
 
     for rule, pipeline, (dispatcher, own_fold) in itertools.product(rules, pipelines, spreads):
@@ -163,25 +164,23 @@ def _arrangement(
     plan: StepPlan,
     execution: ExecutionConfig,
     remats: tuple[RematPair, ...],
-    laid_out: Callable[[StepPlan], LaidOut],
+    laid_out: Callable[[StepPlan, ExecutionConfig], LaidOut],
     *,
     has_numbers: bool,
 ) -> Arrangement:
     """Return one arrangement of a plan, with its execution.
 
     Raises:
-        ValueError: See `on_mesh`.
+        ValueError: See `with_execution`.
     """
-    mesh, fold = execution.mesh, execution.fold
     remats = remats or ((execution.remat, execution.remat_dense),)
     if not has_numbers:
-        changed = on_mesh(dataclasses.replace(plan, execution=execution), mesh, fold, laid_out)
+        changed = with_execution(plan, execution, laid_out)
         return Arrangement(changed, remats, (changed.accumulation,))
     unit = fewest_micro_batches(execution)
     first = unit if plan.gradients.paths(2) is None else max(unit, 2)
-    changed = dataclasses.replace(plan, execution=execution, accumulation=first)
-    changed = on_mesh(changed, mesh, fold, laid_out)
-    numbers = divisors(changed.batch_size // mesh.batch_shards)
+    changed = with_execution(plan, execution, laid_out, accumulation=first)
+    numbers = divisors(changed.batch_size // execution.mesh.batch_shards)
     fitting = tuple(n for n in numbers if n % unit == 0 and n >= first)
     return Arrangement(changed, remats, fitting)
 
@@ -195,6 +194,20 @@ def _remats(plan: StepPlan, space: Space) -> tuple[RematPair, ...]:
     of_dense: list[Remat] = [remat for remat in space.remats if remat in ("none", "dots", "full")]
     mixed: list[RematPair] = [(a, b) for a in space.remats for b in of_dense if a != b]
     return (*alike[:1], *mixed, *alike[1:])
+
+
+def _pipelines(plan: StepPlan, mesh: MeshConfig, space: Space) -> tuple[PipelineOrder | None, ...]:
+    """Return the pipelines whose chunks divide the layers; the first, whose refusal says why, where
+    none does."""
+    if mesh.stage == 1 or not space.pipelines:
+        return (plan.execution.pipeline,)
+    length = ModelParts.of(plan.model).staged.length
+    dividing = tuple(
+        order
+        for order in space.pipelines
+        if length % (mesh.stage * (1 if order is None else order.chunks)) == 0
+    )
+    return dividing or space.pipelines[:1]
 
 
 def _rules(mesh: MeshConfig, space: Space) -> tuple[StateLayoutName, ...]:
