@@ -33,7 +33,8 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.optim.matrices import Matrix, matrices_of, spell_path
+from jaxmoe.optim.adamw import adamw
+from jaxmoe.optim.matrices import Matrix, beside, matrices_of, spell_path
 from jaxmoe.optim.steps import (
     Number,
     Rate,
@@ -122,8 +123,10 @@ def adamh(
     beta2: Number = 0.95,
     epsilon: Number = 1e-8,
     weight_decay: Number = 0.0,
+    others: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Return Adam on the Frobenius sphere for a tree of matrices: HyperP's rule for the head.
+    """Return Adam on the Frobenius sphere for the matrices of any tree, HyperP's rule for the head,
+    and AdamW for the rest.
 
     Args:
         learning_rate: Share of the matrix's norm per step; a number, or a function of the step.
@@ -133,10 +136,12 @@ def adamh(
         beta2: Decay rate for the second moment.
         epsilon: Number added to the root of the second moment.
         weight_decay: Decay, times the learning rate; its effect is of the second order.
+        others: Transformation of vectors, scalars and parameters whose pair is None; `adamw` with
+            the same numbers when None.
 
     Raises:
         ValueError: A moment's decay outside [0, 1), a negative weight decay; at `init` a parameter
-            that is not a matrix, or a zero matrix.
+            without the dimensions of its pair, or a zero matrix.
     """
     check_numbers(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     steps = on_sphere(
@@ -146,9 +151,15 @@ def adamh(
         weight_decay=weight_decay,
         name="adamh",
     )
-    return standard_promotion(
-        optax.chain(optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon), steps),
-        stays_finite=divides_safely(epsilon),
+    numbers = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+    return beside(
+        standard_promotion(
+            optax.chain(optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon), steps),
+            stays_finite=divides_safely(epsilon),
+        ),
+        others or adamw(learning_rate, **numbers),
+        matrix_axes,
+        "adamh",
     )
 
 

@@ -9,7 +9,9 @@
     {"q": ((-3,), (-2, -1)), ...}   a tree like the parameters, with such pairs as leaves;
                                     `table.tree(lambda row: row.declaration.matrix)` makes one
 
-Kernels are (in, out), as in x @ W. Every other dimension counts matrices: layers, experts.
+Kernels are (in, out), as in x @ W. Every other dimension counts matrices: layers, experts. A
+parameter of fewer than two dimensions, or with None in the tree, is no matrix: `beside` gives it to
+another optimiser.
 """
 
 from __future__ import annotations
@@ -22,6 +24,14 @@ import jax
 import optax
 
 from jaxmoe.declarations import Dims
+from jaxmoe.optim.steps import (
+    FiniteTransformation,
+    LayerwiseTransformation,
+    standard_promotion,
+)
+
+_MATRICES = "matrices"
+_OTHERS = "others"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +67,50 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: _resolve(path, matrix_axes, leaf, optimizer), params
         )
+    _check_like(params, matrix_axes, optimizer)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, axes, leaf: _resolve(path, axes, leaf, optimizer),
+        matrix_axes,
+        params,
+        is_leaf=_is_axes_leaf,
+    )
+
+
+def beside(
+    of_matrices: optax.GradientTransformation,
+    of_others: optax.GradientTransformation,
+    matrix_axes: Any,
+    optimizer: str,
+) -> LayerwiseTransformation:
+    """Return the transformation of any tree: of its matrices, and of what is none.
+
+    It is a `FiniteTransformation` if both are.
+
+    Args:
+        of_matrices: Transformation of matrices.
+        of_others: Transformation of all other parameters.
+        matrix_axes: Pair or tree of pairs; see the module's docstring.
+        optimizer: Name of the optimiser, for errors.
+    """
+
+    def label(axes: Any, leaf: Any) -> Any:
+        if _is_masked(leaf):
+            return leaf
+        is_matrix = len(leaf.shape) >= 2 and axes is not None and not _is_masked(axes)
+        return _MATRICES if is_matrix else _OTHERS
+
+    def labels(params: Any) -> Any:
+        if is_axes(matrix_axes):
+            return jax.tree.map(lambda leaf: label(matrix_axes, leaf), params, is_leaf=_is_masked)
+        _check_like(params, matrix_axes, optimizer)
+        return jax.tree.map(label, matrix_axes, params, is_leaf=_is_axes_leaf)
+
+    stays_finite = all(isinstance(one, FiniteTransformation) for one in (of_matrices, of_others))
+    parts = optax.partition({_MATRICES: of_matrices, _OTHERS: of_others}, labels)
+    return standard_promotion(parts, stays_finite=stays_finite)
+
+
+def _check_like(params: Any, matrix_axes: Any, optimizer: str) -> None:
     known, wanted = (
         [spell_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
         for tree, is_leaf in ((matrix_axes, _is_axes_leaf), (params, _is_masked))
@@ -66,12 +120,6 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
             f"matrix_axes={matrix_axes!r} of {optimizer} is neither a pair of dimensions, as"
             f" (-2, -1), nor a tree of pairs like the parameters{_difference(known, wanted)}"
         )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, axes, leaf: _resolve(path, axes, leaf, optimizer),
-        matrix_axes,
-        params,
-        is_leaf=_is_axes_leaf,
-    )
 
 
 def spell_path(path: Any) -> str:

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from jaxmoe.optim.adamw import ADAM, adamw_group
+from jaxmoe.optim.adamw import ADAM, adamw, adamw_group
 from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer, RoleGroups
-from jaxmoe.optim.matrices import Matrix, matrices_of
+from jaxmoe.optim.matrices import Matrix, beside, matrices_of
 from jaxmoe.optim.newton_schulz import Coefficients, newton_schulz
 from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion, straight_steps
 from jaxmoe.parameters import Group
@@ -274,13 +274,17 @@ def muon(
     epsilon: Number = 1e-8,
     dtype: ComputeDtype = "auto",
     layout: MatrixLayout = "spread",
+    others: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Return Muon for a tree of matrices; give vectors to `adamw`, with `optax.partition`.
+    """Return Muon for the matrices of any tree, and AdamW for the rest of it.
+
+    Embeddings and heads are matrices too, unless their pair in `matrix_axes` is None.
 
     Args:
         learning_rate: A number, or a function of the optimiser's step.
         matrix_axes: Dimensions that form the matrix: a pair, or a tree of pairs like the
-            parameters. All others count matrices, each of which is orthogonalised by itself.
+            parameters, None for what is no matrix. All others count matrices, such as experts,
+            each of which is orthogonalised by itself.
         momentum: Momentum of the gradients.
         nesterov: Whether to look ahead by one step.
         form: Form of the momentum, "sum" or "ema".
@@ -290,10 +294,12 @@ def muon(
         epsilon: Number added to the norm before Newton-Schulz.
         dtype: Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU.
         layout: Layout of Newton-Schulz on an Explicit mesh.
+        others: Transformation of vectors, scalars and parameters whose pair is None;
+            `adamw(learning_rate, weight_decay=weight_decay)` when None.
 
     Raises:
         ValueError: A momentum outside [0, 1), a negative weight decay, an unknown name; at `init`
-            a parameter that is not a matrix.
+            a parameter without the dimensions of its pair.
     """
     check_numbers(weight_decay=weight_decay)
     directions = scale_by_muon(
@@ -308,4 +314,9 @@ def muon(
         layout=layout,
     )
     steps = straight_steps(directions, learning_rate, weight_decay=weight_decay)
-    return standard_promotion(steps, stays_finite=True)
+    return beside(
+        standard_promotion(steps, stays_finite=True),
+        others or adamw(learning_rate, weight_decay=weight_decay),
+        matrix_axes,
+        "muon",
+    )

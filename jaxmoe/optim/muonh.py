@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 import optax
 
-from jaxmoe.optim.adamw import ADAM, adam_directions, adamw_group
+from jaxmoe.optim.adamw import ADAM, adam_directions, adamw, adamw_group
 from jaxmoe.optim.groups import GroupMembers, GroupTraits, RoleGroups
 from jaxmoe.optim.hypersphere import Sphere, on_sphere
+from jaxmoe.optim.matrices import beside
 from jaxmoe.optim.muon import ComputeDtype, Form, MatrixOptimizer, muon_directions, scale_by_muon
 from jaxmoe.optim.newton_schulz import Coefficients
 from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion
@@ -85,13 +86,17 @@ def muonh(
     epsilon: Number = 1e-8,
     dtype: ComputeDtype = "auto",
     layout: MatrixLayout = "spread",
+    others: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Return Muon on the Frobenius sphere for a tree of matrices; a scale would cancel.
+    """Return Muon on the Frobenius sphere for the matrices of any tree, and AdamW for the rest.
+
+    A scale of the directions would cancel. HyperP has AdamW for embeddings (None in `matrix_axes`)
+    and `adamh` for the head.
 
     Args:
         learning_rate: Share of the matrix's norm per step; a number, or a function of the step.
         matrix_axes: Dimensions that form the matrix: a pair, or a tree of pairs like the
-            parameters. All others count matrices.
+            parameters, None for what is no matrix. All others count matrices, such as experts.
         sphere: "matrix", one per matrix; or "stack", one over all batch dimensions but the first,
             which counts layers: it changes nothing in [E in out].
         momentum: Momentum of the gradients.
@@ -102,6 +107,8 @@ def muonh(
         epsilon: Number added to the norm before Newton-Schulz.
         dtype: Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU.
         layout: Layout of Newton-Schulz on an Explicit mesh.
+        others: Transformation of vectors, scalars and parameters whose pair is None;
+            `adamw(learning_rate, weight_decay=weight_decay)` when None.
 
     Raises:
         ValueError: Same conditions as `muon`; and at `init` a zero matrix.
@@ -125,4 +132,9 @@ def muonh(
         weight_decay=weight_decay,
         name="muonh",
     )
-    return standard_promotion(optax.chain(direction, steps), stays_finite=True)
+    return beside(
+        standard_promotion(optax.chain(direction, steps), stays_finite=True),
+        others or adamw(learning_rate, weight_decay=weight_decay),
+        matrix_axes,
+        "muonh",
+    )

@@ -197,7 +197,7 @@ def test_a_zero_matrix_stays_finite_if_init_is_traced(name):
         params = jax.tree.map(jnp.add, params, updates)
     after = np.asarray(params["w"])
     assert np.isfinite(after).all() and not after[1].any()
-    radius = np.asarray(state[1].radius["w"]).ravel()
+    radius = np.asarray(optax.tree.get(state, "radius")["w"]).ravel()
     np.testing.assert_allclose(norms(after), radius, rtol=1e-6)
     assert radius[1] == 0.0 and (radius[[0, 2]] > 0.0).all()
 
@@ -238,7 +238,7 @@ def test_the_radius_is_restored_from_a_checkpoint(name, tmp_path):
 
 def test_a_vector_is_refused_by_name():
     with pytest.raises(ValueError, match=r"^adamh moves matrices, and gain of shape \(6,\) is"):
-        adamh(0.1).init({"gain": jnp.ones(6)})
+        on_sphere(0.1, name="adamh").init({"gain": jnp.ones(6)})
 
 
 def test_bad_arguments_are_refused():

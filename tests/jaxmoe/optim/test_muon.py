@@ -172,7 +172,7 @@ def test_a_negative_weight_decay_is_refused():
 def test_a_vector_is_refused_by_name(axes):
     params = {"norm": {"gain": jnp.ones(6)}, "w": jnp.ones((2, 2))}
     with pytest.raises(ValueError) as error:
-        muon(0.1, matrix_axes=axes).init(params)
+        scale_by_muon(matrix_axes=axes).init(params)
     assert str(error.value) == (
         "muon moves matrices, and norm/gain of shape (6,) is none: give it to adamw, with"
         " optax.partition({'adamw': adamw(...), ...}, labels)"
