@@ -164,6 +164,7 @@ REGISTRIES = {
         "load_variation",
         "coupling",
     },
+    "jaxmoe.routing:CAPACITIES": {"capacity", "token_rounding"},
     "jaxmoe.routing:GATES": {"softmax", "renormalized", "sqrt"},
     "jaxmoe.routing:METHODS": {
         "switch",
@@ -180,6 +181,8 @@ REGISTRIES = {
         "sigma",
         "top_one_balance",
         "moe_plus_plus",
+        "token_rounding",
+        "stochastic_rounding",
         "deepseek_v3",
         "deepseek_v4",
         "loss_free",

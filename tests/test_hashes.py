@@ -33,6 +33,7 @@ AREAS = {
     "jaxmoe.training.replicas:REPLICAS": "replicas/",
     "jaxmoe.routing:BALANCERS": "balancer/",
     "jaxmoe.routing:BIASES": "bias/",
+    "jaxmoe.routing:CAPACITIES": "capacity/",
     "jaxmoe.routing:GATES": "gate/",
     "jaxmoe.routing:METHODS": "method/",
     "jaxmoe.routing:ROUTERS": "router/",

@@ -2,23 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the cost of each routing method beside plain top-k (`bench routers`).
 
-Measured are `route` in training, the gate, and the losses of the statistics, forward and with the
-gradients of the parameters and the tokens; not the experts, the dispatch, or losses of weights.
+Measured are `route` in training, the gate, the capacity, and the losses of the statistics, forward
+and with the gradients of the parameters and the tokens; not the experts, the dispatch, or losses of
+weights.
 The limit is the router's matrix product at the rate measured in the same run: 2 T D E operations
 forward, 6 T D E with its gradients.
 
 All methods take turns; medians count. A method that does not fit these sizes is a row with the
 reason.
+
+Without a clock, rows of padding are counted: a grouped product computes whole tiles of M rows, so
+top-k costs ceil(f_e / M) M rows for the load f_e of an expert. The table has, by number of experts
+and tile, that padding over the rows of top-k, and what token rounding changes so that there is
+none: assignments dropped and added over those of top-k, with loads of each sequence and of the
+batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from experiments.bench.measure import in_turns, matmul_rate, time_call
@@ -30,9 +39,14 @@ from jaxmoe.routing import (
     Extent,
     RenormalizedGateConfig,
     RouterInputs,
+    RouterOutput,
     SoftmaxTopKConfig,
+    TokenRoundingConfig,
 )
 from jaxmoe.routing.balancers import of_statistics
+from jaxmoe.routing.capacity import ADDED
+from sharding.assignments import Assignments
+from sharding.expert_parallel.permute import loads
 
 PLAIN = "plain top-k"
 
@@ -47,12 +61,19 @@ class RouterBenchConfig(LayerBenchConfig):
     """Tokens of a batch, T."""
     sequence_length: int = 2048
     """Tokens of one sequence, for methods that use whole sequences; divides tokens."""
+    tiles: tuple[int, ...] = (64, 128, 256)
+    """Rows of a tile, for the count of padding."""
+    experts: tuple[int, ...] = (64, 128, 256)
+    """Numbers of experts, for the count of padding; top_k of them per token."""
 
     def __post_init__(self):
         LayerBenchConfig.__post_init__(self)
         for field in ("tokens", "sequence_length"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        for field, least in (("tiles", 1), ("experts", self.top_k)):
+            if min(getattr(self, field), default=least) < least:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least {least}")
         if self.tokens % self.sequence_length:
             raise ValueError(
                 f"tokens={self.tokens} must be a multiple of sequence_length={self.sequence_length}"
@@ -109,7 +130,88 @@ def bench_routers(config: RouterBenchConfig) -> dict[str, Any]:
             for name in forward
         ],
         "refused": refused,
+        "padding": [row for number in config.experts for row in count_padding(config, number)],
     }
+
+
+def count_padding(config: RouterBenchConfig, num_experts: int) -> list[dict[str, Any]]:
+    """Return the padding of top-k and what token rounding changes, a row for each tile.
+
+    Args:
+        config: Tokens, width, top_k and tiles.
+        num_experts: E.
+    """
+    gate = RenormalizedGateConfig()
+    moe = MoEConfig(num_experts=num_experts, top_k=config.top_k, gate=gate, balancers=())
+    router = moe.router.build(num_experts=num_experts, top_k=config.top_k, embed_dim=config.width)
+    params, state = router.init(jax.random.key(0))
+    inputs = _inputs(config, moe)
+    output = jax.jit(lambda inputs: router.route(params, state, inputs, train=True, key=None))(
+        inputs
+    )
+    load = np.asarray(loads(output.selection.expert_ids, num_experts))
+    rows = []
+    for tile in config.tiles:
+        padding = np.sum(-load % tile)
+        row = {
+            "num_experts": num_experts,
+            "tile": tile,
+            "even_load": config.tokens * config.top_k / num_experts,
+            "padding": float(padding / load.sum()),
+        }
+        for scope in ("sequence", "batch"):
+            capacity = TokenRoundingConfig(tile=tile, scope=scope)
+            try:
+                row[scope] = _changes(capacity, moe, output, inputs)
+            except ValueError:  # a tile above the even load
+                row[scope] = None
+        rows.append(row)
+    return rows
+
+
+def _changes(
+    capacity: TokenRoundingConfig, moe: MoEConfig, output: RouterOutput, inputs: RouterInputs
+) -> dict[str, float]:
+    """Return dropped, added and padding rows over those of the router's choice.
+
+    Raises:
+        ValueError: An even load is less than a tile.
+    """
+    assign = jax.jit(functools.partial(_assign, dataclasses.replace(moe, capacity=capacity)))
+    rounded, extra = assign(output, inputs, None)
+    load = np.asarray(loads(rounded.expert_ids, moe.num_experts))
+    number = float(output.statistics.counts.sum())
+    added = float(extra[ADDED])
+    return {
+        "dropped": (number + added - float(load.sum())) / number,
+        "added": added / number,
+        "padding": float(np.sum(-load % capacity.tile)) / number,
+    }
+
+
+def _assign(
+    moe: MoEConfig, output: RouterOutput, inputs: RouterInputs, key: Array | None
+) -> tuple[Assignments, dict[str, Array]]:
+    """Return the assignments of a router's choice, and the statistics of the capacity."""
+    selection = output.selection
+    gate = moe.gate.build()
+    assignments = Assignments(
+        token_ids=selection.token_ids,
+        expert_ids=selection.expert_ids,
+        gates=gate(selection, selection.scores),
+        top_k=selection.top_k,
+    )
+    if moe.capacity is None:
+        return assignments, {}
+    return moe.capacity.assign(
+        assignments,
+        output,
+        inputs,
+        gate,
+        num_experts=moe.num_experts,
+        num_free=moe.num_zero_computation,
+        key=key,
+    )
 
 
 def in_words(summary: dict[str, Any]) -> str:
@@ -131,7 +233,27 @@ def in_words(summary: dict[str, Any]) -> str:
             f"{row['forward_ratio']:7.2f}x{row['seconds'] * 1e3:14.1f}ms{row['ratio']:7.2f}x"
         )
     lines += [f"{name:{wide}}  refused: {why}" for name, why in summary["refused"].items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_padding_in_words(summary["padding"])])
+
+
+def _padding_in_words(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table of padding."""
+    lines = [
+        "padding of whole tiles over the rows of top-k, and assignments that token rounding drops"
+        " and adds instead",
+        f"{'experts':>8}{'tile':>6}{'tiles an expert':>17}{'padding':>9}"
+        f"{'by sequence':>20}{'by batch':>18}",
+    ]
+
+    def changes(row: dict[str, Any] | None) -> str:
+        return "-" if row is None else f"-{row['dropped']:.1%} +{row['added']:.1%}"
+
+    for row in rows:
+        lines.append(
+            f"{row['num_experts']:8}{row['tile']:6}{row['even_load'] / row['tile']:17.1f}"
+            f"{row['padding']:9.1%}{changes(row['sequence']):>20}{changes(row['batch']):>18}"
+        )
+    return lines
 
 
 def _compile_programs(
@@ -146,13 +268,13 @@ def _compile_programs(
     def value(params: Any, x: Array, state: Any, inputs: RouterInputs, key: Array) -> Any:
         inputs = dataclasses.replace(inputs, x=x)
         output = router.route(params, state, inputs, train=True, key=key)
-        gates = moe.gate.build()(output.selection, output.selection.scores)
+        assignments, extra = _assign(moe, output, inputs, key)
         return {
-            "gates": gates,
+            "gates": assignments.gates,
             "slots": output.slots,
             "losses": _losses(moe, output, inputs),
             "carry": output.carry,
-        }, (output.selection, output.statistics)
+        }, (assignments.token_ids, assignments.expert_ids, output.statistics, extra)
 
     def run(params: Any, x: Array, state: Any, inputs: RouterInputs, key: Array) -> Any:
         if not has_gradients:

@@ -129,6 +129,16 @@ _BIAS: Final = {
         "The bias that would have given each expert its even share of the step's tokens.",
     ),
 }
+_CAPACITY: Final = {
+    "capacity": (
+        "jaxmoe.routing.capacity:CapacityConfig",
+        "Limits the assignments of an expert within one sequence.",
+    ),
+    "token_rounding": (
+        "jaxmoe.routing.token_rounding:TokenRoundingConfig",
+        "In training, rounds the load of each expert to a multiple of a kernel's tile.",
+    ),
+}
 _ADAPTER: Final = {
     "lora": (
         "jaxmoe.adapters.lora:LoraConfig",
@@ -257,6 +267,7 @@ BASES: Final = {
     "gate": "jaxmoe.routing.gates:GateBase",
     "balancer": "jaxmoe.routing.balancers.base:Balancer",
     "bias": "jaxmoe.routing.biases.base:SelectionBias",
+    "capacity": "jaxmoe.routing.capacity:CapacityBase",
     "adapter": "jaxmoe.adapters.base:Adapter",
     "mixer": "jaxmoe.layers.context:MixerBase",
     "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
@@ -270,6 +281,7 @@ MEMBERS: Final = {
     "gate": _GATE,
     "balancer": _BALANCER,
     "bias": _BIAS,
+    "capacity": _CAPACITY,
     "adapter": _ADAPTER,
     "mixer": _MIXER,
     "feed_forward": _FEED_FORWARD,

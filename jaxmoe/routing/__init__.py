@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing: routers, gates, balancers, selection biases, capacity, named methods, telemetry.
+"""Routing: routers, gates, balancers, selection biases, capacities, named methods, telemetry.
 
 `base.py` documents the records and the contract of a router; `README.md` explains the concepts and
 adds a router step by step.
@@ -19,3 +19,4 @@ ROUTERS = Registry("router")
 GATES = Registry("gate")
 BALANCERS = Registry("balancer")
 BIASES = Registry("bias")
+CAPACITIES = Registry("capacity")

@@ -26,6 +26,7 @@ from jaxmoe.routing.biases.base import SelectionBias as SelectionBias
 from jaxmoe.routing.biases.bip import BipConfig as BipConfig
 from jaxmoe.routing.biases.loss_free import LossFreeConfig as LossFreeConfig
 from jaxmoe.routing.biases.quantile import QuantileConfig as QuantileConfig
+from jaxmoe.routing.capacity import CapacityBase as CapacityBase
 from jaxmoe.routing.capacity import CapacityConfig as CapacityConfig
 from jaxmoe.routing.gates import GateBase as GateBase
 from jaxmoe.routing.gates import RenormalizedGateConfig as RenormalizedGateConfig
@@ -63,9 +64,11 @@ from jaxmoe.routing.routers.unlearned.hash_routing import HashConfig as HashConf
 from jaxmoe.routing.routers.unlearned.uniform_random import (
     UniformRandomConfig as UniformRandomConfig,
 )
+from jaxmoe.routing.token_rounding import TokenRoundingConfig as TokenRoundingConfig
 from jaxmoe.routing.zero_computation import ZeroComputationConfig as ZeroComputationConfig
 
 ROUTERS: Registry
 GATES: Registry
 BALANCERS: Registry
 BIASES: Registry
+CAPACITIES: Registry

@@ -1,6 +1,9 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity: a limit on the assignments of an expert within a row of the batch.
+"""Capacity: what becomes of a router's choice where the load of an expert has a limit or a grain.
+
+`CapacityBase` is what a layer asks of a member; `token_rounding.py` has the other one. This one,
+`CapacityConfig`, limits the assignments of an expert within a row of the batch:
 
     C = ceil(factor * S * K / E)      per row of the batch (scope "sequence") and expert
 
@@ -21,26 +24,127 @@ never exceeds a capacity.
 Sources: GShard (arXiv 2006.16668, section 2.2) for `position`; Megatron-LM's "probs" for `gate`;
 MoE++ (arXiv 2410.07348, eq. 8) for the second form. The sum printed there has one assignment per
 token; the reading chosen is K.
+
+To add a member: a config that extends `CapacityBase`, its row under `capacity` in
+`jaxmoe/catalog/layers.py`, its tests in `tests/jaxmoe/routing/`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import fractions
 import math
-from typing import Literal
+from typing import ClassVar, Final, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.routing.base import Arrays, Key, RouterInputs, RouterOutput
+from jaxmoe.routing.gates import GateBase
 from sharding.assignments import Assignments
+
+ADDED: Final = "added_assignments"
+"""Statistic in `RouterStatistics.extra` []: assignments that are computed and that the router did
+not choose."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityTraits:
+    """Properties of a capacity that the rest of the library depends on."""
+
+    is_for_training: bool = False
+    """Evaluation and decoding compute the router's choice as it is."""
+    is_token_major: bool = True
+    """Token t keeps its K slots, t*K to t*K+K-1."""
+    needs_sequences: bool = True
+    """Needs whole sequences on one device, in the order of their tokens."""
+    has_zero_computation: bool = True
+    """Counts experts without computation too."""
+
+
+class CapacityBase(abc.ABC):
+    """Base class of capacity configs; a capacity has no parameters, so the config is the
+    capacity."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def traits(self) -> CapacityTraits:
+        """Properties of the capacity."""
+
+    @abc.abstractmethod
+    def assign(
+        self,
+        assignments: Assignments,
+        output: RouterOutput,
+        inputs: RouterInputs,
+        gate: GateBase,
+        *,
+        num_experts: int,
+        num_free: int = 0,
+        key: Key = None,
+    ) -> tuple[Assignments, Arrays]:
+        """Return the assignments that are computed.
+
+        Args:
+            assignments: The router's choice with its gates, token-major.
+            output: Output of the router, whose selection these are.
+            inputs: Inputs of the router.
+            gate: The gate.
+            num_experts: Experts E that compute.
+            num_free: Experts Z without computation, which have the last ids.
+            key: Key of this layer and step; None where no random numbers are drawn.
+
+        Returns:
+            The assignments, with E + Z as the expert of an empty slot, and further additive
+            statistics.
+        """
+
+    @abc.abstractmethod
+    def check_length(self, length: int, *, top_k: int, num_experts: int) -> None:
+        """Check, before anything is traced, that the loads of a sequence suit this capacity.
+
+        Args:
+            length: Tokens of one sequence.
+            top_k: K.
+            num_experts: E.
+
+        Raises:
+            ValueError: They do not.
+        """
+
+    @abc.abstractmethod
+    def sized_for(self, *, rows_per_expert: float) -> CapacityBase:
+        """Return the config with what depends on the loads adapted to them.
+
+        Args:
+            rows_per_expert: Mean assignments per expert and sequence.
+        """
+
+    @abc.abstractmethod
+    def advice(self, *, top_k: int, num_experts: int, num_free: int, is_causal: bool) -> list[str]:
+        """Return a line for each setting with an effect that is easily overlooked.
+
+        Args:
+            top_k: K.
+            num_experts: Experts E that compute.
+            num_free: Experts Z without computation.
+            is_causal: Whether the lines are those of causal models alone: ways in which later
+                tokens affect earlier ones in evaluation. False: those of any model.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityConfig:
+class CapacityConfig(CapacityBase):
     """Limits the assignments of an expert within one sequence; assignments beyond it are
     dropped."""
+
+    name: ClassVar[str] = "capacity"
 
     factor: float = 1.25
     """Capacity over the even load; at E / top_k and above nothing is dropped."""
@@ -60,6 +164,56 @@ class CapacityConfig:
             raise ValueError(
                 f"capacity.computing_share={self.computing_share} must be finite and above 0"
             )
+
+    @property
+    def traits(self) -> CapacityTraits:
+        """In training and evaluation alike; the slots stay where they are."""
+        return CapacityTraits()
+
+    def assign(
+        self,
+        assignments: Assignments,
+        output: RouterOutput,
+        inputs: RouterInputs,
+        gate: GateBase,
+        *,
+        num_experts: int,
+        num_free: int = 0,
+        key: Key = None,
+    ) -> tuple[Assignments, Arrays]:
+        """Empty the slots that exceed the capacity of their expert; see `limit`."""
+        del output, gate, key
+        length = inputs.extent.sequence_length or inputs.x.shape[0]
+        limited = limit(
+            assignments, self, sequence_length=length, num_experts=num_experts, num_free=num_free
+        )
+        return limited, {}
+
+    def check_length(self, length: int, *, top_k: int, num_experts: int) -> None:
+        """Do nothing: sequences of any length have a limit."""
+        del length, top_k, num_experts
+
+    def sized_for(self, *, rows_per_expert: float) -> CapacityConfig:
+        """Return the config: its limit is in proportion to the load."""
+        del rows_per_expert
+        return self
+
+    def advice(self, *, top_k: int, num_experts: int, num_free: int, is_causal: bool) -> list[str]:
+        """Return a line for a factor below 1, or for tokens that are kept by gate."""
+        if not is_causal and self.factor < 1.0:
+            return [
+                f"moe.capacity.factor={self.factor} is below 1: even a perfectly even load cannot"
+                " be held, and tokens are dropped at every step"
+            ]
+        drops = num_free > 0 or self.factor * top_k < num_experts
+        if is_causal and self.keep == "gate" and drops:
+            return [
+                "moe.capacity.keep=gate in a causal model: of the tokens of a row an expert keeps"
+                " those of largest gate, so a later token can displace an earlier one, and"
+                " held-out losses depend on future tokens; set keep to position, or moe.capacity"
+                " to None"
+            ]
+        return []
 
     def rows(self, sequence_length: int, top_k: int, num_experts: int, *, num_free: int = 0) -> int:
         """Return C, the capacity of an expert that computes, in one sequence."""

@@ -51,6 +51,12 @@ def check_parts(moe: Any) -> None:
             f"moe.zero_computation: with the router {router.name} tokens do not choose experts, and"
             " could not choose those without computation: leave moe.zero_computation out"
         )
+    if moe.zero_computation is not None and moe.capacity is not None:
+        if not moe.capacity.traits.has_zero_computation:
+            raise ValueError(
+                f"moe.capacity={moe.capacity.name} is about rows of experts that compute, and"
+                " moe.zero_computation has experts without: leave one of them out"
+            )
     needing = [balancer.name for balancer in moe.balancers if balancer.traits.needs_smooth_load]
     if needing and not traits.has_smooth_load:
         raise ValueError(
@@ -88,12 +94,7 @@ def advice(moe: Any) -> list[str]:
             f"moe.balancers={names}: the router {router.name} has nothing to learn, and a loss"
             " of its choices changes nothing but the number: leave moe.balancers empty"
         )
-    if moe.capacity is not None and moe.capacity.factor < 1.0:
-        lines.append(
-            f"moe.capacity.factor={moe.capacity.factor} is below 1: even a perfectly even load"
-            " cannot be held, and tokens are dropped at every step"
-        )
-    return lines
+    return lines + _capacity_advice(moe, is_causal=False)
 
 
 def causal_advice(moe: Any) -> list[str]:
@@ -102,16 +103,18 @@ def causal_advice(moe: Any) -> list[str]:
     Args:
         moe: MoE layer of a causal model, a `jaxmoe.models.config.MoEConfig`.
     """
-    capacity = moe.capacity
-    if capacity is None or capacity.keep == "position":
+    return _capacity_advice(moe, is_causal=True)
+
+
+def _capacity_advice(moe: Any, *, is_causal: bool) -> list[str]:
+    if moe.capacity is None:
         return []
-    if moe.zero_computation is None and capacity.factor * moe.top_k >= moe.num_experts:
-        return []
-    return [
-        "moe.capacity.keep=gate in a causal model: of the tokens of a row an expert keeps those of"
-        " largest gate, so a later token can displace an earlier one, and held-out losses depend"
-        " on future tokens; set keep to position, or moe.capacity to None"
-    ]
+    return moe.capacity.advice(
+        top_k=moe.top_k,
+        num_experts=moe.num_experts,
+        num_free=moe.num_zero_computation,
+        is_causal=is_causal,
+    )
 
 
 def _check_weights(moe: Any) -> None:

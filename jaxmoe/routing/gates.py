@@ -61,6 +61,27 @@ class GateBase(abc.ABC):
             Gates, f32, exactly 0 where the slot is empty.
         """
 
+    def pair_gates(
+        self, selection: Selection, scores: Float[Array, " A"], pair_scores: Float[Array, "T E"]
+    ) -> Float[Array, "T E"]:
+        """Compute the gates of all pairs, on the scale of each token's chosen experts.
+
+        The gate of a chosen pair is that of `__call__`, and the others do not change it.
+
+        Args:
+            selection: Chosen pairs, token-major.
+            scores: Log scores of the chosen pairs.
+            pair_scores: Log scores of all pairs, finite.
+
+        Raises:
+            ValueError: The gate has none for pairs that are not chosen.
+        """
+        del selection, scores, pair_scores
+        raise ValueError(
+            f"moe.gate={self.name} has gates for the chosen experts of a token alone, and"
+            " moe.capacity adds others: take another gate, or leave moe.capacity out"
+        )
+
     def mix_shared(self, routed: Array, shared: Array) -> Array:
         """Combine the outputs of the routed and the shared experts: by default their sum."""
         return routed + shared
@@ -83,6 +104,13 @@ class SoftmaxGateConfig(GateBase):
         del selection
         return self.scale * jnp.exp(scores)
 
+    def pair_gates(
+        self, selection: Selection, scores: Float[Array, " A"], pair_scores: Float[Array, "T E"]
+    ) -> Float[Array, "T E"]:
+        """Return the scores times `scale`."""
+        del selection, scores
+        return self.scale * jnp.exp(pair_scores)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RenormalizedGateConfig(GateBase):
@@ -100,6 +128,12 @@ class RenormalizedGateConfig(GateBase):
         """Return gates that sum to `scale` per token."""
         return self.scale * jnp.exp(_log_shares(selection, scores))
 
+    def pair_gates(
+        self, selection: Selection, scores: Float[Array, " A"], pair_scores: Float[Array, "T E"]
+    ) -> Float[Array, "T E"]:
+        """Return the scores over the sum of the chosen experts' scores, times `scale`."""
+        return self.scale * jnp.exp(pair_scores - _log_sums(selection, scores))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SqrtGateConfig(GateBase):
@@ -110,6 +144,12 @@ class SqrtGateConfig(GateBase):
     def __call__(self, selection: Selection, scores: Float[Array, " A"]) -> Float[Array, " A"]:
         """Return gates whose squares sum to 1 per token."""
         return jnp.exp(0.5 * _log_shares(selection, scores))
+
+    def pair_gates(
+        self, selection: Selection, scores: Float[Array, " A"], pair_scores: Float[Array, "T E"]
+    ) -> Float[Array, "T E"]:
+        """Return the square root of the scores over the sum of the chosen experts' scores."""
+        return jnp.exp(0.5 * (pair_scores - _log_sums(selection, scores)))
 
     def mix_shared(self, routed: Array, shared: Array) -> Array:
         """Return the sum of both branches times 1/sqrt(2), which keeps their RMS."""
@@ -135,3 +175,12 @@ def _log_shares(selection: Selection, scores: Float[Array, " A"]) -> Float[Array
     stand_in = jnp.where(is_empty.all(-1, keepdims=True), 0.0, scores_TK)
     shares = jax.nn.log_softmax(stand_in, axis=-1)
     return jnp.where(is_empty, -jnp.inf, shares).reshape(-1)  # A = T*K
+
+
+def _log_sums(selection: Selection, scores: Float[Array, " A"]) -> Float[Array, "T 1"]:
+    """Return log(sum_j exp(s_j)) over the slots of each token; 0 where all are empty."""
+    assert selection.top_k is not None  # a capacity is refused otherwise
+    scores_TK = scores.reshape(-1, selection.top_k)  # A = T*K
+    is_absent = jnp.isneginf(scores_TK).all(-1, keepdims=True)
+    stand_in = jnp.where(is_absent, 0.0, scores_TK)
+    return jnp.where(is_absent, 0.0, jax.nn.logsumexp(stand_in, axis=-1, keepdims=True))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 from jaxmoe import routing
-from jaxmoe.routing.capacity import CapacityConfig
+from jaxmoe.routing.capacity import CapacityBase, CapacityConfig
 from jaxmoe.routing.gates import SoftmaxGateConfig
 from jaxmoe.routing.zero_computation import ZeroComputationConfig
 
@@ -35,13 +35,27 @@ class RoutingMethod:
     _: dataclasses.KW_ONLY
     gate: Any = SoftmaxGateConfig()
     balancers: tuple[Any, ...] = ()
-    capacity: CapacityConfig | None = None
+    capacity: CapacityBase | None = None
     zero_computation: ZeroComputationConfig | None = None
 
     def parts(self) -> dict[str, Any]:
         """Return the fields of MoEConfig that the method sets."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "source")
         return {name: getattr(self, name) for name in names}
+
+    def sized_for(self, *, steps: int, rows_per_expert: float) -> RoutingMethod:
+        """Return the method with what depends on the run adapted to it.
+
+        Args:
+            steps: Optimiser steps of the run.
+            rows_per_expert: Mean assignments per expert and sequence of a top-k router of the same
+                cost.
+        """
+        capacity = self.capacity
+        if capacity is not None:
+            capacity = capacity.sized_for(rows_per_expert=rows_per_expert)
+        router = self.router.sized_for(steps=steps, rows_per_expert=rows_per_expert)
+        return dataclasses.replace(self, router=router, capacity=capacity)
 
 
 class _Methods(MutableMapping[str, RoutingMethod]):
@@ -147,6 +161,19 @@ _ROWS: Final[dict[str, Callable[[], RoutingMethod]]] = {
         balancers=(routing.HeterogeneousBalanceConfig(),),
         capacity=CapacityConfig(factor=1.1, computing_share=0.75, keep="position"),
         zero_computation=ZeroComputationConfig(),
+    ),
+    # Loads in whole tiles of a kernel.
+    "token_rounding": lambda: RoutingMethod(
+        "arXiv 2512.14080: loads of whole tiles in training, otherwise as mixtral",
+        routing.SoftmaxTopKConfig(softmax="after"),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.02),),
+        capacity=routing.TokenRoundingConfig(),
+    ),
+    "stochastic_rounding": lambda: RoutingMethod(
+        "arXiv 2512.14080: token_rounding, up or down so that loads stay in expectation",
+        routing.SoftmaxTopKConfig(softmax="after"),
+        balancers=(routing.LoadBalanceConfig(coefficient=0.02),),
+        capacity=routing.TokenRoundingConfig(rounding="stochastic"),
     ),
     # Selection biases.
     "deepseek_v3": lambda: RoutingMethod(

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.routing.base import Extent
+from jaxmoe.routing.base import Extent, RouterInputs
+from jaxmoe.routing.routers.noise import token_index
 
 Scope = Literal["sequence", "batch"]
 
@@ -94,6 +95,52 @@ def kth_largest(
     start = start | (k[:, None].astype(jnp.uint32) & jnp.uint32(0))
     bits = jax.lax.fori_loop(0, 32, bit, start)
     return jnp.where(bits == 0, -jnp.inf, _find_unordered(bits))
+
+
+def choose_largest(
+    values: Float[Array, "G n E"],
+    k: Int[Array, " G"],
+    mask: Bool[Array, "G n"],
+    order: Int[Array, "G n"],
+    axes: tuple[str, ...] = (),
+) -> Bool[Array, "G n E"]:
+    """Return which rows are among the k largest of each column over all devices; no gradient.
+
+    Args:
+        values: Values of the rows on this device.
+        k: Number of rows, at most the unmasked rows of the group.
+        mask: False excludes a row.
+        order: Distinct numbers, at least 0, of the rows of a group; ties go to the lowest.
+        axes: Mesh axes over which the rows of a group are spread.
+    """
+    groups, length, experts = values.shape
+    least = kth_largest(values, k, mask, axes)[:, None, :]
+    is_above = (values > least) & mask[:, :, None]
+    is_equal = (values == least) & mask[:, :, None]
+    missing = k[:, None] - total(is_above.sum(1, dtype=jnp.int32), axes)
+    # Earlier is larger; integers are mapped to the bits of normal f32 numbers, which keeps them
+    # distinct.
+    early = jax.lax.bitcast_convert_type(jnp.int32(0x7F000000) - order, jnp.float32)
+    by_column = jnp.broadcast_to(early[:, None, :], (groups, experts, length))
+    last = kth_largest(
+        by_column.reshape(groups * experts, length, 1),
+        missing.reshape(-1),
+        is_equal.swapaxes(1, 2).reshape(groups * experts, length),
+        axes,
+    ).reshape(groups, 1, experts)
+    is_wanted = (missing[:, None, :] > 0) & (early[:, :, None] >= last)
+    return is_above | (is_equal & is_wanted)
+
+
+def token_order(inputs: RouterInputs, scope: Scope) -> Int[Array, "G n"]:
+    """Return the number of each token in the batch; if not given, numbered device after device."""
+    index = token_index(inputs)
+    if "index" not in inputs.context:
+        device = jnp.int32(0)
+        for axis in scope_axes(inputs.extent, scope):
+            device = device * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+        index = index + device * index.shape[0]
+    return split_scopes(index, inputs.extent, scope)
 
 
 def _order(values: Float[Array, "*d"]) -> Array:

@@ -329,6 +329,7 @@ def test_routers(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(METHODS, "narrow", narrow)
     small = ("--tokens", "32", "--sequence_length", "8", "--num_experts", "4", "--top_k", "2")
     chosen = ("--width", "8", "--rounds", "1", "--methods", "olmoe", "narrow")
+    small += ("--tiles", "2", "8", "--experts", "4", "8")
     summary = _summary(tmp_path, "routers", *small, *chosen)
     rows = {row["method"]: row for row in summary["rows"]}
     assert list(rows) == ["plain top-k", "olmoe"]
@@ -337,6 +338,15 @@ def test_routers(tmp_path, monkeypatch, capsys):
     assert summary["limit_seconds"]["forward"] == pytest.approx(2 * 32 * 8 * 4 / 1e9)
     assert summary["limit_seconds"]["with_gradients"] == pytest.approx(6 * 32 * 8 * 4 / 1e9)
     assert "narrow" in summary["refused"]
+    table = {(row["num_experts"], row["tile"]): row for row in summary["padding"]}
+    assert list(table) == [(4, 2), (4, 8), (8, 2), (8, 8)]
+    for (experts, tile), row in table.items():
+        assert 0.0 < row["padding"] < tile * experts / 64 and row["even_load"] == 64 / experts
+        by_scope = [row[scope] for scope, tokens in (("sequence", 8), ("batch", 32))]
+        has_loads = [tokens * 2 >= tile * experts for tokens in (8, 32)]
+        assert [changes is not None for changes in by_scope] == has_loads
+        assert all(changes["padding"] == 0.0 for changes in by_scope if changes)
+    assert sum(table[4, 2]["sequence"].values()) > 0.0
     assert "narrow" in capsys.readouterr().out
 
 

@@ -368,7 +368,9 @@ def draw_moe(rng: np.random.Generator) -> MoEConfig | None:
     }
     if is_likely(rng, 0.25):
         method = METHODS[pick(rng, sorted(METHODS))]
-        return MoEConfig(**sizes, **method.parts(), top_k=pick(rng, (1, 2, 3)))
+        top_k = pick(rng, (1, 2, 3))
+        method = method.sized_for(steps=4, rows_per_expert=8 * top_k / experts)
+        return MoEConfig(**sizes, **method.parts(), top_k=top_k)
     cases = ROUTER_CASES[pick(rng, tuple(ROUTER_CASES))]
     case = pick(rng, cases)
     names = rng.permutation(sorted(BALANCERS))[: rng.integers(3)]

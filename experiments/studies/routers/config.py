@@ -125,13 +125,13 @@ def model_of(config: RoutersConfig, name: str, objective: ObjectiveName) -> Mode
         ValueError: The method's parts do not go together at these sizes.
     """
     moe = config.model.moe
-    parts = METHODS[name].parts()
     assert moe is not None
-    top_k = parts["router"].traits.final_top_k or parts.get("top_k", moe.top_k)
-    parts["router"] = parts["router"].sized_for(
+    method = METHODS[name].sized_for(
         steps=config.training.steps,
         rows_per_expert=config.training.sequence_length * moe.top_k / moe.num_experts,
     )
+    parts = METHODS[name].parts() | {"router": method.router, "capacity": method.capacity}
+    top_k = METHODS[name].router.traits.final_top_k or parts.get("top_k", moe.top_k)
     parts["expert_dim"] = max(1, round(moe.expert_dim * moe.top_k / top_k))
     changes: dict[str, Any] = {"moe": dataclasses.replace(moe, **parts)}
     if objective == "masked_diffusion":

@@ -112,5 +112,6 @@ LEGEND = """\
 bits/byte: held-out loss; to baseline: difference, paired by seed, 95% interval; excess: bits per
 token above the exact entropy of the languages; MI: mutual information of language and expert, 1 is
 the largest; max violation: busiest expert over the fair share, minus 1, mean/last/largest over
-training; dropped: assignments that exceeded a capacity; step: time over the baseline's; experts:
-FLOPs over the baseline's; causal: whether a token's experts depend on earlier tokens only"""
+training; dropped: assignments that exceeded a capacity, or were rounded away; step: time over the
+baseline's; experts: FLOPs over the baseline's; causal: whether a token's experts depend on earlier
+tokens only, in evaluation"""

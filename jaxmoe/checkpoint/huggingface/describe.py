@@ -235,7 +235,10 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
             best = min(max(1, model.moe.top_k // groups.top_groups), size)
             groups = dataclasses.replace(groups, best_per_group=best)
             router = dataclasses.replace(router, groups=groups)
-    moe = dataclasses.replace(model.moe, balancers=(), router=router)
+    capacity = model.moe.capacity
+    if capacity is not None and capacity.traits.is_for_training:
+        capacity = None
+    moe = dataclasses.replace(model.moe, balancers=(), router=router, capacity=capacity)
     return dataclasses.replace(model, moe=moe)
 
 

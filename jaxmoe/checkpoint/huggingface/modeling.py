@@ -92,9 +92,10 @@ def check_computed(model: ModelConfig) -> None:
     if model.loop is not None:
         lines.append("model.loop: only None")
     if moe is not None:
-        for field in ("capacity", "zero_computation"):
-            if getattr(moe, field) is not None:
-                lines.append(f"model.moe.{field}: only None")
+        if moe.capacity is not None and not moe.capacity.traits.is_for_training:
+            lines.append("model.moe.capacity: only None")
+        if moe.zero_computation is not None:
+            lines.append("model.moe.zero_computation: only None")
     if lines:
         raise CheckpointError(
             f"{FILE} does not compute all of this model:\n  " + "\n  ".join(lines)

@@ -9,7 +9,9 @@ avg violation      mean |counts / mean(counts) - 1|
 load entropy       H(load) / log E; 1 is balanced
 effective experts  exp(H(load)); E is balanced
 router entropy     mean over tokens of H(p) / log E
-dropped            1 - sum(kept) / sum(counts)
+dropped            1 - sum(kept) / sum(counts), without what a capacity has added
+added              assignments that the router did not choose over sum(counts), with a capacity that
+                   adds (jaxmoe/routing/token_rounding.py)
 dead               share of experts without a token
 local activation   share of the assignments whose expert is on the token's device, where tokens move
                    to their experts' (jaxmoe/contrib/token_routes/token_shuffle.py)
@@ -32,6 +34,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
+from jaxmoe.routing.capacity import ADDED
 from jaxmoe.routing.replay import REPLAYED
 
 LOCAL_ASSIGNMENTS = "local_assignments"
@@ -52,7 +55,8 @@ def max_violation(statistics: RouterStatistics) -> Float[Array, "*L"]:
 
 def dropped_fraction(statistics: RouterStatistics) -> Float[Array, "*L"]:
     """Return the share of the assignments that were dropped by the capacity."""
-    return 1.0 - statistics.kept.sum(-1) / jnp.maximum(statistics.counts.sum(-1), 1.0)
+    kept = statistics.kept.sum(-1) - statistics.extra.get(ADDED, 0.0)
+    return 1.0 - kept / jnp.maximum(statistics.counts.sum(-1), 1.0)
 
 
 def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
@@ -80,9 +84,18 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         "router_entropy": (statistics.entropy_sum / tokens).mean() / log_experts,
         "dropped_fraction": dropped_fraction(statistics).mean(),
         "dead_fraction": jnp.mean(statistics.counts == 0.0, dtype=jnp.float32),
+        **_added(statistics),
         **_local_activation(statistics),
         **_replay(statistics),
     }
+
+
+def _added(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
+    """Return the share of the assignments that were added; empty if a capacity adds none."""
+    if ADDED not in statistics.extra:
+        return {}
+    share = statistics.extra[ADDED] / jnp.maximum(statistics.counts.sum(-1), 1.0)
+    return {"added_fraction": share.mean()}
 
 
 def _local_activation(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:

@@ -194,8 +194,10 @@ def held_out_parts(model: ModelConfig, execution: ExecutionConfig, rows: int) ->
     """
     moe = model.moe
     mesh = execution.mesh
-    if moe is not None and (moe.capacity is not None or not moe.router.traits.is_causal):
-        return 1
+    if moe is not None:
+        has_limit = moe.capacity is not None and not moe.capacity.traits.is_for_training
+        if has_limit or not moe.router.traits.is_causal:
+            return 1
     numbers = range(1, 2 * mesh.stage + 1)
     return max(number for number in numbers if rows % (number * mesh.batch_shards) == 0)
 

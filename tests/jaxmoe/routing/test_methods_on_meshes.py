@@ -27,6 +27,9 @@ pytestmark = pytest.mark.slow
 
 def method(name, **changes):
     moe = MoEConfig(num_experts=4, top_k=2, expert_dim=10)
+    if METHODS[name].capacity is not None:
+        capacity = METHODS[name].capacity.sized_for(rows_per_expert=4)
+        changes = {"capacity": capacity, **changes}
     return dataclasses.replace(moe, **(METHODS[name].parts() | changes))
 
 

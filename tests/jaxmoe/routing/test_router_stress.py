@@ -74,6 +74,8 @@ def to_one_expert(params):
 @pytest.mark.parametrize("method", CAUSAL)
 def test_all_tokens_to_one_expert(method):
     parts = METHODS[method].parts()
+    if parts["capacity"] is not None:
+        parts["capacity"] = parts["capacity"].sized_for(rows_per_expert=8.0)
     _, loads = train(parts, num_experts=8, top_k=2, prepare=to_one_expert, rows=8, length=32)
     assert np.isfinite(loads).all() and math.isclose(loads[-1, 0].sum(), 1.0, rel_tol=1e-5)
 

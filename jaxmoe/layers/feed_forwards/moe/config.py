@@ -27,7 +27,7 @@ from jaxmoe.routing.balancers.base import Balancer
 from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig
 from jaxmoe.routing.balancers.router_z import RouterZConfig
 from jaxmoe.routing.base import Router, RouterBase
-from jaxmoe.routing.capacity import CapacityConfig
+from jaxmoe.routing.capacity import CapacityBase
 from jaxmoe.routing.composition import check_parts
 from jaxmoe.routing.gates import GateBase, RenormalizedGateConfig
 from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig
@@ -61,8 +61,8 @@ class MoEConfig(FeedForwardBase):
     """Factor of each chosen expert's output."""
     balancers: tuple[Balancer, ...] = (LoadBalanceConfig(), RouterZConfig())
     """Losses that keep the load even and the logits small."""
-    capacity: CapacityConfig | None = None
-    """Limit of tokens per expert; dropless when None."""
+    capacity: CapacityBase | None = None
+    """Limit or grain of the load of an expert; the router's choice as it is when None."""
     zero_computation: ZeroComputationConfig | None = None
     """Further experts that the router may choose, which compute nothing; not in num_experts."""
 
@@ -102,8 +102,14 @@ class MoEConfig(FeedForwardBase):
 
     @property
     def keeps_order(self) -> bool:
-        """Whether rows must be in the order of their tokens: a capacity fills up in that order."""
-        return self.capacity is not None
+        """Whether rows must be in the order of their tokens: a limit fills up in that order."""
+        return self.capacity is not None and self.capacity.traits.needs_sequences
+
+    @property
+    def is_token_major(self) -> bool:
+        """Whether assignments are in the order of the tokens, K for each."""
+        adds = self.capacity is not None and not self.capacity.traits.is_token_major
+        return self.router.traits.is_token_major and not adds
 
     def build_router(self, embed_dim: int) -> Router:
         """Return the router.

@@ -5,7 +5,7 @@
 The residual stream is cut by sequences and by positions. A router receives it as it is, and looks
 beyond its device through the axes of `RouterInputs.extent`. Two kinds need whole sequences:
 
-    capacity        sequences are gathered, every device of `own_axes` routes all their tokens
+    a limit         sequences are gathered, every device of `own_axes` routes all their tokens
                     alike, and continues with its own positions
     mixes_tokens    sequences are gathered, and the experts must be on the same device (soft_moe)
 
@@ -68,7 +68,7 @@ def moe_layout(moe: MoEConfig, execution: ExecutionConfig) -> MoELayout:
     mesh = jax.sharding.get_abstract_mesh().shape
     gathers_width = any(mesh[axis] > 1 for axis in placement.mesh_axes(ax.EXPERT_EMBED))
     if not moe.router.traits.mixes_tokens:
-        received, expert_positions = (positions, ()) if moe.capacity is None else ((), positions)
+        received, expert_positions = ((), positions) if moe.keeps_order else (positions, ())
         return MoELayout(
             received, expert_positions, experts, current_route(execution), gathers_width
         )
@@ -83,7 +83,7 @@ def check_layout(
     length: int,
     mesh: Mapping[str, int],
 ) -> None:
-    """Check, before anything is traced, that the dispatcher can spread the experts of a layer.
+    """Check, before anything is traced, the capacity and the dispatcher of a layer.
 
     Args:
         moe: Router, which may need whole sequences or assign by expert.
@@ -93,8 +93,11 @@ def check_layout(
         mesh: {axis or piece of one: size}.
 
     Raises:
-        ValueError: Assignments that the chunks of the dispatcher cannot cut, or that cannot move.
+        ValueError: Assignments that the chunks of the dispatcher cannot cut, or that cannot move;
+            sequences too short for the capacity.
     """
+    if moe.capacity is not None:
+        moe.capacity.check_length(length, top_k=moe.top_k, num_experts=moe.num_experts)
     rules = execution.axis_rules
     dispatcher = execution.dispatcher
 
@@ -105,7 +108,7 @@ def check_layout(
         return
     if devices(ax.EXPERTS, ax.EXPERT_MLP) > 1:
         tokens = sequences * length // devices(ax.ACT_SEQ)
-        is_token_major = moe.router.traits.is_token_major
+        is_token_major = moe.is_token_major
         places = devices(ax.EXPERTS)
         if (route := token_route(dispatcher)) is not None and places > 1:
             route.check_tokens(tokens, places, is_token_major=is_token_major)

@@ -44,7 +44,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.routing.base import (
     Arrays,
-    Extent,
     Key,
     RouterBase,
     RouterInputs,
@@ -54,8 +53,14 @@ from jaxmoe.routing.base import (
     sum_statistics,
 )
 from jaxmoe.routing.routers.linear import SizedRouter, check_sizes, linear_logits
-from jaxmoe.routing.routers.noise import token_index
-from jaxmoe.routing.scopes import Scope, kth_largest, scope_axes, split_scopes, total
+from jaxmoe.routing.scopes import (
+    Scope,
+    choose_largest,
+    scope_axes,
+    split_scopes,
+    token_order,
+    total,
+)
 from pallas_kernels.jax_versions import match_varying
 
 CapacitySchedule = Literal[
@@ -231,8 +236,8 @@ class ExpertChoice(SizedRouter):
         number = jnp.broadcast_to(capacity[:, None], (groups, self.num_experts))
         slots = min(length, max(length * self.top_k // self.num_experts, 1))
         if axes:
-            order = _order(inputs, extent, scope)
-            is_chosen = choose_spread(values, capacity, mask, order, axes)
+            order = token_order(inputs, scope)
+            is_chosen = choose_largest(values, capacity, mask, order, axes)
             values = jnp.where(is_chosen, values, -jnp.inf)
             number = is_chosen.sum(1, dtype=jnp.int32)
             # All tokens that an expert takes may be on one device.
@@ -255,49 +260,3 @@ class ExpertChoice(SizedRouter):
         # For a token without experts all terms are kept, so that its logsumexp is finite.
         is_seen = is_taken | ~is_taken.any(-1, keepdims=True)
         return scores - jax.nn.logsumexp(scores, axis=-1, where=is_seen, keepdims=True)
-
-
-def choose_spread(
-    values: Float[Array, "G n E"],
-    capacity: Int[Array, " G"],
-    mask: Bool[Array, "G n"],
-    order: Int[Array, "G n"],
-    axes: tuple[str, ...],
-) -> Bool[Array, "G n E"]:
-    """Return which rows are among the c largest of each column over all devices.
-
-    Args:
-        values: Values of the rows on this device.
-        capacity: Number c, at most the unmasked rows of the group.
-        mask: False excludes a row.
-        order: Distinct numbers, at least 0, of the rows of a group; ties go to the lowest.
-        axes: Mesh axes over which the rows of a group are spread.
-    """
-    groups, length, experts = values.shape
-    least = kth_largest(values, capacity, mask, axes)[:, None, :]
-    is_above = (values > least) & mask[:, :, None]
-    is_equal = (values == least) & mask[:, :, None]
-    missing = capacity[:, None] - total(is_above.sum(1, dtype=jnp.int32), axes)
-    # Earlier is larger; integers are mapped to the bits of normal f32 numbers, which keeps them
-    # distinct.
-    early = jax.lax.bitcast_convert_type(jnp.int32(0x7F000000) - order, jnp.float32)
-    by_column = jnp.broadcast_to(early[:, None, :], (groups, experts, length))
-    last = kth_largest(
-        by_column.reshape(groups * experts, length, 1),
-        missing.reshape(-1),
-        is_equal.swapaxes(1, 2).reshape(groups * experts, length),
-        axes,
-    ).reshape(groups, 1, experts)
-    is_wanted = (missing[:, None, :] > 0) & (early[:, :, None] >= last)
-    return is_above | (is_equal & is_wanted)
-
-
-def _order(inputs: RouterInputs, extent: Extent, scope: Scope) -> Int[Array, "G n"]:
-    """Return the number of each token in the batch; if not given, numbered device after device."""
-    index = token_index(inputs)
-    if "index" not in inputs.context:
-        device = jnp.int32(0)
-        for axis in scope_axes(extent, scope):
-            device = device * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
-        index = index + device * index.shape[0]
-    return split_scopes(index, extent, scope)

@@ -62,13 +62,14 @@ def rows() -> Iterator[tuple[str, Row]]:
     from jaxmoe.layers.feed_forwards import FeedForwardBase
     from jaxmoe.layers.mixers import MixerBase
     from jaxmoe.layers.residual import RESIDUALS
-    from jaxmoe.routing import BALANCERS, BIASES, GATES, METHODS, ROUTERS
+    from jaxmoe.routing import BALANCERS, BIASES, CAPACITIES, GATES, METHODS, ROUTERS
     from jaxmoe.training import OBJECTIVES
     from jaxmoe.training.estimators import ESTIMATORS
 
     yield from _each("router", ROUTERS, _router)
     yield from _each("gate", GATES, _gate)
     yield from _each("bias", BIASES, _bias)
+    yield from _each("capacity", CAPACITIES, _capacity_member)
     yield from _each("balancer", BALANCERS, _balancer)
     yield from _each("method", METHODS, _method)
     yield from _each("mixer", registry_of(MixerBase), _mixer)
@@ -143,7 +144,7 @@ def _balancer(config: Any, directory: pathlib.Path) -> dict[str, str]:
 
 
 def _method(method: Any, directory: pathlib.Path) -> dict[str, str]:
-    return _trained(steps.with_parts(**method.parts()))
+    return _trained(steps.with_parts(**method.parts() | {"capacity": _sized(method.capacity)}))
 
 
 def _trained(model: Any, **options: Any) -> dict[str, str]:
@@ -228,6 +229,15 @@ def _changed(**fields: Any) -> Any:
 def _attention(**fields: Any) -> Any:
     model = steps.tiny_model()
     return dataclasses.replace(model, attention=dataclasses.replace(model.attention, **fields))
+
+
+def _sized(capacity: Any) -> Any:
+    """Return a capacity for 8 assignments an expert and row."""
+    return None if capacity is None else capacity.sized_for(rows_per_expert=8.0)
+
+
+def _capacity_member(config: Any, directory: pathlib.Path) -> dict[str, str]:
+    return steps.two_steps(steps.with_parts(capacity=_sized(config())))
 
 
 def _capacity(**fields: Any) -> Any:
