@@ -413,6 +413,10 @@ class FeedForwardSizes:
     """K, routed experts per token."""
     expert_dim: int = 0
     """F, hidden units of one expert."""
+    row_slots: int = 0
+    """Slots of assignments beyond K per token, for each sequence on a device."""
+    batch_slots: int = 0
+    """Slots of assignments beyond K per token, for the sequences of a device together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,12 +134,14 @@ class Sizes:
         """Return the rows for which the experts of a device have a place.
 
         Where rows travel it is the worst case, P T min(K, E / P) in a chunk, or what a capacity
-        leaves of it.
+        leaves of it. A capacity that adds assignments has slots for them beside the T K.
         """
+        slots = self.sequences * experts.row_slots + experts.batch_slots
+        sent = self.rows(experts) + slots
         sources = self.devices(self.expert_axes)
         num_local = experts.num_experts / self.shards(ax.EXPERTS)
-        worst = sources * self.tokens * min(experts.top_k, num_local)
-        return self.plan.execution.dispatcher.arriving_places(sent=self.rows(experts), worst=worst)
+        worst = sources * min(sent, self.tokens * num_local)
+        return self.plan.execution.dispatcher.arriving_places(sent=sent, worst=worst)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:

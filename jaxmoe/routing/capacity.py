@@ -62,6 +62,10 @@ class CapacityTraits:
     """Needs whole sequences on one device, in the order of their tokens."""
     has_zero_computation: bool = True
     """Counts experts without computation too."""
+    row_slots: int = 0
+    """Slots of added tokens of each expert, for each sequence on a device."""
+    batch_slots: int = 0
+    """Slots of added tokens of each expert, for the sequences of a device together."""
 
 
 class CapacityBase(abc.ABC):

@@ -27,21 +27,24 @@ softmax before and after the choice, sigmoid, sqrt(softplus). Ties go to the ear
 token's experts depend on later tokens of the scope in training, as with expert choice.
 
 **Slots.** The T*K slots of the choice, some of them emptied, and behind them for each scope and
-expert at most M / 2 (nearest) or M - 1 (stochastic) slots for added tokens. They are in no order
-of tokens: what cuts or moves assignments by token (chunks of a dispatcher, token routes) refuses
-them, as those of expert choice.
+expert at most M / 2 (nearest) or M - 1 (stochastic) slots for added tokens. Empty slots cost memory
+and no products: with scope "sequence" E M / 2 beside S K rows, with scope "batch" as many beside
+all rows of a device. They are in no order of tokens: what cuts or moves assignments by token
+(chunks of a dispatcher, token routes) refuses them, as those of expert choice.
 
 **Meshes.** Loads are those of a scope, wherever its tokens are, so a loss does not depend on the
 mesh. With scope "sequence" the loads of every row are multiples of M, and so is their sum over any
-set of rows: each group of rows that a device computes, with every dispatcher, unless positions of
-a row are on devices that do not share their experts' rows; there the sum over these devices is.
-With scope "batch" the loads of the micro-batch over all devices are multiples, and a device's
-groups are where it computes all rows of its experts: alone, or with experts spread over all axes
-of the batch. The number of tokens changed is then lower: an expert has one remainder per
-micro-batch instead of one per row. Random numbers belong to a scope and an expert, not to a device.
+rows. The rows of an expert that a device computes are therefore whole tiles, alone and with every
+dispatcher that computes an expert's rows in one place, if whole sequences are behind them; where
+positions of a sequence are on devices that do not share an expert, their rows together are. With
+scope "batch" the loads of the micro-batch over all devices are multiples. Those of a device are
+where it computes all rows of its experts: on one device, or with experts spread over all axes of
+the batch. Fewer tokens change then, because an expert has one remainder per micro-batch and not one
+per row. Random numbers belong to a scope and an expert, not to a device.
 
-Source: SonicMoE (arXiv 2512.14080); the order of tokens, what is dropped and added, and rounding
-halves to even are as there, where gates are a softmax over all experts.
+Source: SonicMoE (arXiv 2512.14080, and its repository for the order of tokens and halves). There
+tokens that chose an expert are ordered by their scores over the K chosen, and the others by those
+over all experts; here both are ordered by gate.
 """
 
 from __future__ import annotations
@@ -100,7 +103,10 @@ class TokenRoundingConfig(CapacityBase):
     @property
     def traits(self) -> CapacityTraits:
         """For training; adds assignments behind those of the tokens."""
+        is_by_row = self.scope == "sequence"
         return CapacityTraits(
+            row_slots=self.most_added if is_by_row else 0,
+            batch_slots=0 if is_by_row else self.most_added,
             is_for_training=True,
             is_token_major=False,
             needs_sequences=False,

@@ -31,7 +31,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import PrecisionPolicy
-from jaxmoe.routing import CapacityConfig
+from jaxmoe.routing import CapacityConfig, TokenRoundingConfig
 from jaxmoe.run.assemble import Assembly, assemble
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrainingConfig
 from jaxmoe.training.guard import GuardConfig
@@ -142,7 +142,10 @@ CHOICES: Mapping[str, tuple[Fields, ...]] = {
     "dense_layers": ({"model.dense_layers": (0,)},),
     "tied": ({"model.has_tied_embeddings": True},),
     "router": tuple(map(_router, names("router"))),
-    "capacity": ({"model.moe.capacity": CapacityConfig(factor=1.5)},),
+    "capacity": (
+        {"model.moe.capacity": CapacityConfig(factor=1.5)},
+        {"model.moe.capacity": TokenRoundingConfig(tile=2)},
+    ),
     "shared": ({"model.moe.num_shared_experts": 1},),
     "adapter": _members("model.adapter", "adapter"),
     "optimizer": tuple(map(_optimizer, names("optimizer"))),

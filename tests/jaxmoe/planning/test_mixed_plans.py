@@ -19,10 +19,12 @@ from jaxmoe.models.config import (
     MoEConfig,
 )
 from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.traffic import step_traffic
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.routing import CapacityConfig, TokenRoundingConfig
 from jaxmoe.scaling.initialize import init_params
-from sharding.expert_parallel import AllToAllConfig
+from sharding.expert_parallel import AllToAllConfig, LocalConfig
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import RingConfig
 from tests.jaxmoe.planning.test_planning import plan_of
@@ -50,6 +52,26 @@ MESH = MeshConfig(data=2, expert=2, seq=2)
 def mixed_plan(model=MODEL, mesh=MESH, **fields):
     fields |= {"sequence_parallel": RingConfig(), "dispatcher": AllToAllConfig()}
     return plan_of(model, mesh, batch_size=4, length=8, **fields)
+
+
+def test_added_assignments_have_places_in_a_plan():
+    """One sequence of 8 on a device, half of it each; at most 4 tokens of 2 experts from 4 each."""
+
+    def places(capacity):
+        moe = dataclasses.replace(MOE, capacity=capacity)
+        sizes = Sizes.of(mixed_plan(dataclasses.replace(MODEL, moe=moe)))
+        return sizes.places(moe.sizes)
+
+    assert places(None) == places(CapacityConfig()) == 2 * (4 * 2)
+    small = TokenRoundingConfig(tile=1)
+    assert places(small) == places(None)
+    # A tile of 2 adds one slot for each of the 4 experts, but an expert has a token once at most.
+    assert places(TokenRoundingConfig(tile=2)) == 2 * min(4 * 2 + 4, 4 * 2)
+    by_batch = TokenRoundingConfig(tile=4, scope="batch", rounding="stochastic")
+    local = mixed_plan(dataclasses.replace(MODEL, moe=dataclasses.replace(MOE, capacity=by_batch)))
+    execution = dataclasses.replace(local.execution, dispatcher=LocalConfig())
+    sizes = Sizes.of(dataclasses.replace(local, execution=execution))
+    assert sizes.places(sizes.stacks[-1].kind.feed_forward.sizes) == 4 * 2 + 4 * 3
 
 
 def test_memory_of_mixed_layers_is_the_sum_by_hand():

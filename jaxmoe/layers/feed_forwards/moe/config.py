@@ -93,7 +93,10 @@ class MoEConfig(FeedForwardBase):
     @property
     def sizes(self) -> FeedForwardSizes:
         """Sizes that plans read."""
+        adds = None if self.capacity is None else self.capacity.traits
         return FeedForwardSizes(
+            row_slots=self.num_experts * (0 if adds is None else adds.row_slots),
+            batch_slots=self.num_experts * (0 if adds is None else adds.batch_slots),
             shared_dim=self.num_shared_experts * self.expert_dim,
             num_experts=self.num_experts,
             top_k=self.top_k,
