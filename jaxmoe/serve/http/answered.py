@@ -129,6 +129,16 @@ class Form(abc.ABC):
         """Return the object that ends a stream with the counts of tokens."""
         return self._head | {"object": self.chunk_kind, "choices": [], "usage": counts}
 
+    def usage_so_far(self, choice: AnswerChoice) -> dict[str, int]:
+        """Return the counts of tokens of one answer that grows."""
+        prompt = len(self._asked.prompts[choice.index // self._asked.number])
+        written = len(choice.tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+        }
+
     def _shared_fields(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the fields that whole answers and their parts have on every route."""
         reason = None if choice.ended is None else choice.ended.reason

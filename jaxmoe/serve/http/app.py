@@ -338,7 +338,10 @@ async def _stream(
                     yield _event(failure(event).body)
                     return
             if event.text or is_end or completion.tells_of_tokens:
-                yield _event(form.chunk(choice, event.text, tokens))
+                part = form.chunk(choice, event.text, tokens)
+                if completion.has_usage and completion.has_usage_of_parts:
+                    part["usage"] = form.usage_so_far(choice)
+                yield _event(part)
         if completion.has_usage:
             ends = [
                 finished_choice.ended

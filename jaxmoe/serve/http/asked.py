@@ -2,44 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the body of a completion or of a chat completion into requests of the engine.
 
-The fields are those of OpenAI's API. Further ones, as in vLLM: `top_k`, `min_p`, `priority`,
-`cache_salt` (requests share the pages of equal prompts with those of the same salt alone),
-`return_token_ids` and, as in SGLang, `return_routed_experts` (see `answered.py`). `user` names the
-session.
+The fields are those of OpenAI's API, and further ones of vLLM and SGLang: see `table.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.fields import BodyFields
 from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.http.table import STREAM_OPTIONS, RouteName, honoured_fields, honoured_names
 from jaxmoe.serve.requests import Sampling
 
-_SHARED = (
-    "model",
-    "stream",
-    "stream_options",
-    "n",
-    "stop",
-    "seed",
-    "user",
-    "logprobs",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "priority",
-    "cache_salt",
-    "return_token_ids",
-    "return_routed_experts",
-)
-COMPLETION = ("prompt", *_SHARED)
-CHAT = ("messages", "max_completion_tokens", "top_logprobs", *_SHARED)
 _MOST_STOPS = 16
 _MOST_ANSWERS = 128
 _MOST_PROMPTS = 128
@@ -63,6 +41,8 @@ class Asked:
     """Whether answers are sent while they grow."""
     has_usage: bool
     """Whether a stream ends with the counts of tokens."""
+    has_usage_of_parts: bool
+    """Whether each part of a stream has the counts of its answer so far, with `has_usage`."""
     num_logprobs: int | None
     """Alternatives of each token; None sends no log-probabilities."""
     has_token_ids: bool
@@ -86,7 +66,7 @@ def read_completion(body: Any, served: Served) -> Asked:
     Raises:
         HTTPError: A field is wrong or not computed.
     """
-    fields = BodyFields(body, COMPLETION)
+    fields = _body_fields(body, "completions")
     prompts = _prompts(fields.any("prompt"), served)
     most = fields.integer("logprobs", None, 0)
     return _read_request(fields, served, prompts, most, ("max_tokens",), default=16)
@@ -102,7 +82,7 @@ def read_chat(body: Any, served: Served) -> Asked:
     Raises:
         HTTPError: A field is wrong or not computed, or the model has no chat template.
     """
-    fields = BodyFields(body, CHAT)
+    fields = _body_fields(body, "chat/completions")
     chat = served.chat_of(served.adapter_of(fields.text("model", served.name)))
     if chat is None:
         raise HTTPError(
@@ -121,6 +101,12 @@ def read_chat(body: Any, served: Served) -> Asked:
     ids, texts = chat.ends
     sampling = dataclasses.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *ids))
     return dataclasses.replace(request, sampling=sampling, stop=(*request.stop, *texts))
+
+
+def _body_fields(body: Any, route: RouteName) -> BodyFields:
+    """Return the fields of a body that are honoured."""
+    values = honoured_fields(body, route) if isinstance(body, Mapping) else body
+    return BodyFields(values, honoured_names(route))
 
 
 def _prompts(value: Any, served: Served) -> tuple[tuple[int, ...], ...]:
@@ -178,7 +164,9 @@ def _read_request(
         )
     limit = _limit(fields, limits, default, prompts, served.engine.facts.max_length)
     options = fields.any("stream_options")
-    options = BodyFields({} if options is None else options, ("include_usage",), "stream_options")
+    if isinstance(options, Mapping):
+        options = {name: options[name] for name in STREAM_OPTIONS if name in options}
+    options = BodyFields({} if options is None else options, STREAM_OPTIONS, "stream_options")
     drawn: dict[str, Any] = {
         "temperature": fields.number("temperature", 1.0, 0.0, 100.0),
         "top_k": max(fields.integer("top_k", 0, -1), 0),
@@ -204,6 +192,7 @@ def _read_request(
         stop=fields.texts("stop", _MOST_STOPS),
         is_streamed=fields.flag("stream"),
         has_usage=options.flag("include_usage"),
+        has_usage_of_parts=options.flag("continuous_usage_stats"),
         num_logprobs=num_logprobs,
         has_token_ids=fields.flag("return_token_ids"),
         given={
@@ -222,7 +211,9 @@ def _limit(
     prompts: tuple[tuple[int, ...], ...],
     most: int,
 ) -> int:
-    """Return the largest number of tokens of an answer; see `_read_request`.
+    """Return the largest number of tokens of an answer, at most the room that a prompt leaves.
+
+    The instance ends the answers to longer prompts of the request earlier.
 
     Args:
         fields: Fields of the body.
@@ -234,16 +225,17 @@ def _limit(
     longest = max(map(len, prompts))
     room = most - longest
     limits = {name: fields.integer(name, None, 1) for name in names}
-    field = next((name for name in names if limits[name] is not None), names[0])
-    if room < 1 or (limits[field] or 0) > room:
+    if room < 1:
         raise HTTPError(
             400,
-            f"the prompt has {longest} tokens, and {limits[field] or 1} are to be written: this"
-            f" server holds {most} tokens of a request. Shorten the prompt, or lower {field}",
-            param=field if room > 0 else "prompt",
+            f"the prompt has {longest} tokens, and this server holds {most} tokens of a request"
+            " with its answer: shorten the prompt",
+            param="prompt",
             code="context_length_exceeded",
         )
-    return limits[field] or default or most - min(map(len, prompts))
+    limit = next((limit for limit in limits.values() if limit is not None), default)
+    most_room = most - min(map(len, prompts))
+    return most_room if limit is None else min(limit, most_room)
 
 
 def _seed(fields: BodyFields) -> int:

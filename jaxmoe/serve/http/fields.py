@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the fields of a request; refuses wrong types, unknown names and what is not computed."""
+"""Reads the fields of a request; refuses wrong types and unknown names."""
 
 from __future__ import annotations
 
@@ -10,23 +10,6 @@ from typing import Any
 
 from jaxmoe.configs import closest
 from jaxmoe.serve.http.errors import HTTPError, wrong
-
-_NEUTRAL: dict[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "tools": [],
-    "tool_choice": "none",
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-    "service_tier": "auto",
-    "store": False,
-    "metadata": {},
-}
-"""Fields of OpenAI's API that are not computed, and the value that asks for nothing."""
 
 
 class BodyFields:
@@ -41,7 +24,7 @@ class BodyFields:
             param: Field of the body that these are the fields of; None for the body itself.
 
         Raises:
-            HTTPError: The body is no object, or has a field that is not computed.
+            HTTPError: The body is no object, or has an unknown field.
         """
         if not isinstance(values, Mapping):
             raise HTTPError(
@@ -49,19 +32,10 @@ class BodyFields:
                 f"{param or 'the body'} must be a JSON object, found {type(values).__name__}",
                 param=param,
             )
-        for name, value in values.items():
-            if name in names:
-                continue
-            if name not in _NEUTRAL:
+        for name in values:
+            if name not in names:
                 hint = closest(name, sorted(names))
                 raise wrong(name, f" is not a field of this request{hint}", "unknown_field")
-            if value is not None and value != _NEUTRAL[name]:
-                raise wrong(
-                    name,
-                    f"={_short(value)} is not computed: leave it out, or set it to"
-                    f" {_short(_NEUTRAL[name])}",
-                    "unsupported_field",
-                )
         self._values = {name: value for name, value in values.items() if value is not None}
 
     def any(self, name: str) -> Any:

@@ -42,7 +42,7 @@ class ChatFormat:
             HTTPError: They are no messages, or the template cannot write them.
         """
         try:
-            turns = read_messages(messages)
+            turns = read_messages(_with_system(messages))
             ids = render(turns, self.template, self.tokenizer, add_generation_prompt=True)
         except DataError as error:
             raise HTTPError(400, str(error), param="messages") from error
@@ -52,6 +52,18 @@ class ChatFormat:
     def ends(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Ids and texts that end an answer."""
         return answer_ends(self.template, self.tokenizer)
+
+
+def _with_system(messages: object) -> object:
+    """Return messages whose role `developer` is `system`, as OpenAI's API reads it."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        message | {"role": "system"}
+        if isinstance(message, dict) and message.get("role") == "developer"
+        else message
+        for message in messages
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -277,9 +277,8 @@ def test_the_newer_name_of_the_limit_of_a_chat_holds(client):
     assert both.usage.completion_tokens == 2
     old = client.chat.completions.create(**talk, max_tokens=5)
     assert old.usage.completion_tokens == 5
-    with pytest.raises(openai.BadRequestError, match="lower max_completion_tokens") as caught:
-        client.chat.completions.create(**talk, max_completion_tokens=128, max_tokens=5)
-    assert caught.value.param == "max_completion_tokens"
+    large = client.chat.completions.create(**talk, max_completion_tokens=128, max_tokens=5)
+    assert large.usage.total_tokens == 128  # clipped to the room that is left
 
 
 def test_a_chat_ends_at_the_mark_of_its_template():
@@ -304,15 +303,12 @@ def test_a_chat_ends_at_the_mark_of_its_template():
         ("completions", {"prompt": []}, 400, "prompt must be a text, token ids, or a list"),
         ("completions", {"prompt": ["a", 1]}, 400, "prompt must be a text, token ids, or a list"),
         ("completions", {"prompt": [300]}, 400, "prompt holds ids above 255"),
-        ("completions", {"prompt": "a", "max_tokens": 128}, 400, "Shorten the prompt, or lower"),
-        ("completions", {"prompt": "a" * 128}, 400, "the prompt has 128 tokens, and 1 are"),
-        ("completions", {"prompt": "a", "max_token": 1}, 400, "max_token is not a field"),
+        ("completions", {"prompt": "a" * 128}, 400, "the prompt has 128 tokens, and this"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be a"),
         ("completions", {"prompt": "a", "temperature": True}, 400, "temperature=True must be a"),
         ("completions", {"prompt": "a", "temperature": 1e-9}, 400, "or at least 1e-05"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n=0 must be an integer from 1 to 128"),
         ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs=3 exceeds the 2"),
-        ("completions", {"prompt": "a", "echo": True}, 400, "echo=True is not computed"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "none empty"),
         ("completions", {"prompt": "a", "seed": 2**63}, 400, "to 9223372036854775807"),
         ("completions", {"prompt": "a", "stream_options": 3}, 400, "stream_options must be a JSON"),
@@ -322,7 +318,7 @@ def test_a_chat_ends_at_the_mark_of_its_template():
         ("completions", {"prompt": "a" * 3000}, 413, "the body has more than 2000 bytes"),
         ("chat/completions", {"messages": []}, 400, "field 'messages' is empty"),
         ("chat/completions", {"messages": [{"role": "usr", "content": ""}]}, 400, "has the role"),
-        ("chat/completions", {"prompt": "a"}, 400, "prompt is not a field of this request"),
+        ("chat/completions", {"prompt": "a"}, 400, "prompt is a field of /v1/completions"),
         ("nowhere", {}, 404, "POST /v1/nowhere is not a route"),
     ],
 )
@@ -338,13 +334,6 @@ def test_wrong_requests_are_refused_in_words(limited, route, body, status, messa
 def limited():
     with serving(max_body=2000) as (found, _, _):
         yield found
-
-
-def test_neutral_fields_of_other_servers_are_taken(client):
-    found = client.completions.create(
-        model="speller", prompt="a", max_tokens=1, presence_penalty=0.0, logit_bias={}, best_of=1
-    )
-    assert len(found.choices[0].text) == 1
 
 
 def test_a_key_is_asked_for():

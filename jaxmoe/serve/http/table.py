@@ -1,0 +1,238 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every field that clients of OpenAI and vLLM send, and what the endpoint does with it.
+
+A field is honoured, ignored because it changes no answer, or refused because it would change the
+answer and nothing computes it. A refused field is taken with the values that ask for nothing. The
+table of the README is `markdown_table()`.
+
+To add a field: a row of `FIELDS`, and, where it is honoured, `jaxmoe/serve/http/asked.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxmoe.configs import closest
+from jaxmoe.serve.http.errors import wrong
+
+logger = logging.getLogger(__name__)
+
+RouteName = Literal["completions", "chat/completions"]
+BOTH: tuple[RouteName, ...] = ("completions", "chat/completions")
+TEXT: tuple[RouteName, ...] = ("completions",)
+TALK: tuple[RouteName, ...] = ("chat/completions",)
+_MOST_WARNINGS = 100
+"""Unknown fields that the log names."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestField:
+    """A field of a request."""
+
+    name: str
+    routes: tuple[RouteName, ...]
+    """Routes that have it."""
+    outcome: Literal["honoured", "ignored", "refused"]
+    text: str
+    """What it does, why it changes no answer, or why it is refused."""
+    neutral: tuple[Any, ...] = ()
+    """Values of a refused field that ask for nothing, beside null."""
+
+
+def _honour(routes: tuple[RouteName, ...], **texts: str) -> tuple[RequestField, ...]:
+    return tuple(RequestField(name, routes, "honoured", text) for name, text in texts.items())
+
+
+def _ignore(routes: tuple[RouteName, ...], **texts: str) -> tuple[RequestField, ...]:
+    return tuple(RequestField(name, routes, "ignored", text) for name, text in texts.items())
+
+
+def _refuse(
+    name: str, text: str, *neutral: Any, routes: tuple[RouteName, ...] = BOTH
+) -> RequestField:
+    return RequestField(name, routes, "refused", text, neutral)
+
+
+FIELDS: tuple[RequestField, ...] = (
+    *_honour(BOTH, model="the model, or `MODEL:ADAPTER`"),
+    *_honour(TEXT, prompt="a text, token ids, or a list of either"),
+    *_honour(
+        TALK,
+        messages="roles `system`, `developer` (the same), `user`, `assistant`, `tool`; content is a"
+        " text or a list of text parts, joined by line ends",
+        max_completion_tokens="wins over `max_tokens`",
+    ),
+    *_honour(
+        BOTH,
+        max_tokens="tokens of the answer at most, clipped to the room that the prompt leaves",
+        n="answers of each prompt",
+        stop="up to 16 strings that end an answer",
+        seed="answer i has seed + i; a random one without it",
+        stream="parts of the answer as events",
+        stream_options="`include_usage`, `continuous_usage_stats`",
+        temperature="0 takes the most likely token",
+        top_p="filter of the sampling",
+        top_k="filter of the sampling; 0 or -1 for all tokens",
+        min_p="filter of the sampling",
+        logprobs="log-probabilities of the tokens under the model",
+    ),
+    *_honour(TALK, top_logprobs="most likely tokens, with `logprobs`"),
+    *_honour(
+        BOTH,
+        user="names the session of the request, for policies",
+        priority="larger numbers are served first",
+        cache_salt="requests share pages with those of the same salt alone",
+        return_token_ids="a choice has `token_ids`, and `prompt_token_ids` (in a stream with its"
+        " first chunk)",
+        return_routed_experts="a choice has `routed_experts` `[tokens, layers, K]`; needs"
+        " `--engine.has_experts True`",
+    ),
+    *_ignore(
+        BOTH,
+        service_tier="there is one tier",
+        metadata="nothing is stored",
+        store="nothing is stored",
+        prompt_cache_key="equal beginnings are shared without a key",
+        prompt_cache_retention="the pool decides",
+        prompt_cache_options="the pool decides",
+        safety_identifier="no user is reported",
+        moderation="nothing is moderated",
+        request_id="the server numbers requests itself",
+        length_penalty="of beam search, which is refused",
+        early_stopping="of beam search, which is refused",
+        spaces_between_special_tokens="special tokens are not shown",
+        parallel_tool_calls="tools are refused",
+    ),
+    *_ignore(
+        TALK,
+        prediction="it makes an answer faster, and changes none",
+        include_reasoning="reasoning is a part of the content",
+    ),
+    _refuse("presence_penalty", "penalties are not computed", 0),
+    _refuse("frequency_penalty", "penalties are not computed", 0),
+    _refuse("repetition_penalty", "penalties are not computed", 1),
+    _refuse("logit_bias", "biases are not computed", {}),
+    _refuse("min_tokens", "an answer may end with its first token", 0),
+    _refuse("stop_token_ids", "the ids that end a text are the model's", []),
+    _refuse("ignore_eos", "the ids that end a text are the model's", False),
+    _refuse("include_stop_str_in_output", "an answer is cut before a stop string", False),
+    _refuse("allowed_token_ids", "every token may be drawn", []),
+    _refuse("bad_words", "every token may be drawn", []),
+    _refuse("logits_processors", "code of a client is not run", []),
+    _refuse("use_beam_search", "tokens are drawn one after the other", False),
+    _refuse("prompt_logprobs", "prompts have no log-probabilities"),
+    _refuse("truncate_prompt_tokens", "a prompt is taken whole: shorten it"),
+    _refuse("prompt_embeds", "a prompt is text or token ids"),
+    _refuse("skip_special_tokens", "special tokens are not shown", True),
+    _refuse("return_tokens_as_token_ids", "use return_token_ids", False),
+    _refuse("structured_outputs", "answers follow no grammar", {}),
+    _refuse("guided_json", "answers follow no grammar"),
+    _refuse("guided_regex", "answers follow no grammar", ""),
+    _refuse("guided_choice", "answers follow no grammar", []),
+    _refuse("guided_grammar", "answers follow no grammar", ""),
+    _refuse("response_format", "answers follow no grammar", {"type": "text"}),
+    _refuse("vllm_xargs", "there are no extensions of the sampling", {}),
+    _refuse("kv_transfer_params", "pages of other servers are not read", {}),
+    _refuse("echo", "an answer begins behind its prompt", False),
+    _refuse("best_of", "ask for n answers and choose", 1, routes=TEXT),
+    _refuse("suffix", "nothing is written between two texts", "", routes=TEXT),
+    _refuse("add_special_tokens", "the tokenizer decides what begins a prompt", True, routes=TEXT),
+    _refuse("add_special_tokens", "the template writes all special tokens", False, routes=TALK),
+    _refuse("add_generation_prompt", "an answer begins a turn", True, routes=TALK),
+    _refuse("continue_final_message", "an answer begins a turn", False, routes=TALK),
+    _refuse("chat_template_kwargs", "templates have no variables of requests", {}, routes=TALK),
+    _refuse("chat_template", "templates of clients are not run: see --template", routes=TALK),
+    _refuse("documents", "templates have no documents", [], routes=TALK),
+    _refuse("mm_processor_kwargs", "models here read text alone", {}, routes=TALK),
+    _refuse("audio", "models here write text alone", routes=TALK),
+    _refuse("modalities", "models here write text alone", ["text"], routes=TALK),
+    _refuse("tools", "calls of tools are not parsed", [], routes=TALK),
+    _refuse("tool_choice", "calls of tools are not parsed", "none", "auto", routes=TALK),
+    _refuse("functions", "calls of tools are not parsed", [], routes=TALK),
+    _refuse("function_call", "calls of tools are not parsed", "none", "auto", routes=TALK),
+    _refuse("reasoning_effort", "how long a model thinks is not set", "none", routes=TALK),
+    _refuse("verbosity", "how much a model writes is not set", "medium", routes=TALK),
+    _refuse("web_search_options", "nothing is searched", routes=TALK),
+)
+"""Fields of all requests."""
+_BY_ROUTE = {
+    route: {field.name: field for field in FIELDS if route in field.routes} for route in BOTH
+}
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+"""Fields of `stream_options` that are honoured; others are ignored."""
+_warnings = collections.Counter[str]()
+
+
+def honoured_names(route: RouteName) -> tuple[str, ...]:
+    """Return the fields that a route reads."""
+    fields = _BY_ROUTE[route].values()
+    return tuple(field.name for field in fields if field.outcome == "honoured")
+
+
+def honoured_fields(values: Mapping[str, Any], route: RouteName) -> dict[str, Any]:
+    """Return the fields of a body that a route reads.
+
+    Fields that no row names are ignored, as vLLM ignores them; the log names each of them once.
+
+    Args:
+        values: Fields of the body.
+        route: Route of the request.
+
+    Raises:
+        HTTPError: A field would change the answer and is not computed.
+    """
+    taken = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        field = _BY_ROUTE[route].get(name)
+        if field is None:
+            _check_foreign(name, value, route)
+        elif field.outcome == "honoured":
+            taken[name] = value
+        elif field.outcome == "refused" and value not in field.neutral:
+            raise _refusal(field, value)
+    return taken
+
+
+def _check_foreign(name: str, value: Any, route: RouteName) -> None:
+    """Refuse a field of the other route, and log one that no route has."""
+    field = next((field for field in FIELDS if field.name == name), None)
+    if field is None:
+        if name not in _warnings and len(_warnings) < _MOST_WARNINGS:
+            hint = closest(name, honoured_names(route))
+            logger.warning("the field %.60r of requests is unknown and ignored%s", name, hint)
+            _warnings[name] += 1
+    elif field.outcome != "ignored" and value not in field.neutral:
+        raise wrong(
+            name, f" is a field of /v1/{field.routes[0]}, not of /v1/{route}", "unsupported_field"
+        )
+
+
+def _refusal(field: RequestField, value: Any) -> Exception:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    way_out = " or ".join(["leave it out", *(f"set it to {value!r}" for value in field.neutral)])
+    return wrong(
+        field.name, f"={shown} is not supported: {field.text}; {way_out}", "unsupported_field"
+    )
+
+
+def markdown_table() -> str:
+    """Return the table of all fields, for the README."""
+    order = ("honoured", "ignored", "refused")
+    rows = sorted(FIELDS, key=lambda field: order.index(field.outcome))
+    lines = ["| field | of | outcome | |", "| --- | --- | --- | --- |"]
+    for field in rows:
+        routes = "both" if field.routes == BOTH else field.routes[0].partition("/")[0]
+        text = field.text
+        if field.neutral:
+            values = ", ".join(f"`{value!r}`" for value in field.neutral)
+            text = f"{text}; taken: {values}"
+        lines.append(f"| `{field.name}` | {routes} | {field.outcome} | {text} |")
+    return "\n".join(lines)
