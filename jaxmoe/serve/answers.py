@@ -84,7 +84,13 @@ class TextStream:
     """
 
     def __init__(
-        self, codec: TextCodec | None, stop: Sequence[str] = (), prompt: Sequence[int] = ()
+        self,
+        codec: TextCodec | None,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        min_tokens: int = 0,
+        has_stop: bool = False,
     ):
         """Begin an answer.
 
@@ -92,11 +98,16 @@ class TextStream:
             codec: Decoder of tokens; None gives no text.
             stop: Strings that end the text, which is cut before them.
             prompt: Token ids that the answer continues.
+            min_tokens: Tokens in whose text no stop string is looked for.
+            has_stop: Whether the text is cut behind a stop string instead.
         """
         self._codec, self._stop = codec, tuple(stop)
         self._tokens = context_of(prompt)
         self._text = ""
         self._shown = 0
+        self._has_stop = has_stop
+        self._num_unstopped = min_tokens
+        self._first_stop = 0
         self._before, self._read = 0, len(self._tokens)
         self.is_stopped = False
         """Whether a stop string was found."""
@@ -111,9 +122,12 @@ class TextStream:
             return ""
         self._tokens.append(token)
         self._text += self._decoded_further()
-        cut = first_stop(self._text, self._stop)
-        self.is_stopped = cut < len(self._text)
-        end = cut if self.is_stopped else certain_length(self._text, self._stop)
+        if self._num_unstopped:
+            self._num_unstopped -= 1
+            self._first_stop = len(self._text)
+            return self._show(certain_length(self._text, ()))
+        cut = self._cut()
+        end = certain_length(self._text, self._stop) if cut is None else cut
         return self._show(end)
 
     def finish(self) -> str:
@@ -121,9 +135,19 @@ class TextStream:
         if self._codec is None or self.is_stopped:
             return ""
         self._text += self._decoded_further(is_last=True)
-        cut = first_stop(self._text, self._stop)
-        self.is_stopped = cut < len(self._text)
-        return self._show(cut)
+        cut = self._cut()
+        return self._show(len(self._text) if cut is None else cut)
+
+    def _cut(self) -> int | None:
+        """Return where a stop string cuts the text; None without one."""
+        text = self._text[self._first_stop :]
+        cut = first_stop(text, self._stop)
+        self.is_stopped = cut < len(text)
+        if not self.is_stopped:
+            return None
+        if self._has_stop:
+            cut += next(len(end) for end in self._stop if text.startswith(end, cut))
+        return self._first_stop + cut
 
     def _show(self, end: int) -> str:
         new = self._text[self._shown : end]

@@ -173,7 +173,13 @@ class Engine:
             priority=priority,
         )
         self._members.all[0].executor.check(request)
-        text = TextStream(self._codec, stop, request.prompt)
+        text = TextStream(
+            self._codec,
+            stop,
+            request.prompt,
+            min_tokens=request.sampling.min_tokens,
+            has_stop=request.sampling.has_stop,
+        )
         stream = AnswerStream(request, text, on_event, self.cancel)
         with self._lock:
             refusal = self._failure or (self._is_draining and "the engine is draining") or ""

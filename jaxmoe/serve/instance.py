@@ -382,7 +382,8 @@ class Instance:
         draws = end == len(tokens)
         index = len(tokens) - len(request.prompt)
         sampling = request.sampling
-        return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter)
+        history = tuple(tokens) if draws and sampling.has_penalties else ()
+        return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter, history)
 
     def _take_over(
         self, sequence: Sequence, work: Work, result: Any, now: float

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,9 @@ from jaxmoe.models.sampling import check_temperature
 
 EndReason = Literal["stop", "length", "cancelled", "refused", "error"]
 """Why a stream ended: a stop id, the token limit, the client, the limits, a failed step."""
+
+_MOST_BIASES = 300
+"""Tokens of `logit_bias`, as in OpenAI's API."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,18 @@ class Sampling:
     are filled with a key of each step and position."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the text; the id itself is written."""
+    presence_penalty: float = 0.0
+    """Taken away from the logit of each token of the answer; see `jaxmoe/serve/device/draw.py`."""
+    frequency_penalty: float = 0.0
+    """Taken away from a logit for each time that its token stands in the answer."""
+    repetition_penalty: float = 1.0
+    """Divides logits above 0 of the tokens of prompt and answer, and multiplies those below."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each once, and what is added to their logits."""
+    min_tokens: int = 0
+    """Tokens before which no stop id is drawn, and no stop string ends the text."""
+    has_stop: bool = False
+    """Whether the text keeps the stop string, or the text of the stop id, that ends it."""
     num_logprobs: int = 0
     """Alternatives whose log-probabilities are returned with each token."""
     has_experts: bool = False
@@ -50,6 +66,35 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
         if self.num_logprobs < 0:
             raise ValueError(f"num_logprobs={self.num_logprobs} must be 0 or more")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [-2, 2]")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} must be from 0 to max_tokens={self.max_tokens}"
+            )
+        ids = [token for token, _ in self.logit_bias]
+        if len(ids) > _MOST_BIASES or len(set(ids)) < len(ids):
+            raise ValueError(
+                f"logit_bias has {len(ids)} tokens: give at most {_MOST_BIASES}, each once"
+            )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on the tokens before it beyond the model."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
+        return any(penalties)
+
+    def changes_logits(self, index: int) -> bool:
+        """Return whether the logits of a token are changed before it is drawn.
+
+        Args:
+            index: Number of the token within the answer, from 0.
+        """
+        is_held = index < self.min_tokens and bool(self.stop_ids)
+        return is_held or bool(self.logit_bias) or self.has_penalties
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +167,11 @@ def check_numbers(request: Request, num_ids: int) -> None:
         raise ValueError(
             f"prompt holds the ids {least} to {most}, and the model has ids 0 to {num_ids - 1}: use"
             " its tokenizer"
+        )
+    outside = [token for token, _ in request.sampling.logit_bias if not 0 <= token < num_ids]
+    if outside:
+        raise ValueError(
+            f"logit_bias names the ids {outside[:3]}, and the model has ids 0 to {num_ids - 1}"
         )
     if not 0 <= request.sampling.seed < 2**31:
         raise ValueError(f"seed={request.sampling.seed} must be from 0 to {2**31 - 1}")

@@ -30,6 +30,8 @@ class Work:
     sampling: Sampling
     adapter: str = ""
     """Adapter of the sequence; empty for the model itself."""
+    history: Sequence[int] = ()
+    """Tokens of prompt and answer, where one is drawn with penalties; else empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

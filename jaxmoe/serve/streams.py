@@ -66,7 +66,8 @@ class AnswerStream:
         self._first = self._last if self._first is None else self._first
         self._num_generated += 1
         result = token.result
-        is_end = token.result.token in self.request.sampling.stop_ids
+        sampling = self.request.sampling
+        is_end = token.result.token in sampling.stop_ids and not sampling.has_stop
         new = "" if is_end else self._text.add(result.token)
         self._on_event(
             Generated(

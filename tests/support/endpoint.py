@@ -112,6 +112,7 @@ def serving(
     routes=None,
     codec=None,
     app=None,
+    eos_ids=(),
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
@@ -121,7 +122,7 @@ def serving(
     codec = codec or Text()
     engine = (make_engine or Engine)(executor, config, codec=codec)
     given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
-    given["has_experts"] = has_experts
+    given |= {"has_experts": has_experts, "eos_ids": eos_ids}
     further = {} if routes is None else routes(engine)
     served = Served(name="speller", engine=engine, routes=further, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))

@@ -118,6 +118,11 @@ class DiffusionExecutor:
                 f"num_logprobs={sampling.num_logprobs}: a masked-diffusion model returns the"
                 " log-probability of each token alone: set num_logprobs to 0"
             )
+        if sampling.changes_logits(0):
+            raise ValueError(
+                "penalties, logit_bias and min_tokens are of tokens that are written one after the"
+                " other, and a masked-diffusion model fills them in in any order: leave them out"
+            )
         if sampling.has_experts:
             raise ValueError(
                 "has_experts asks for the chosen experts, which change with each step of a"

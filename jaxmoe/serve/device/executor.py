@@ -24,15 +24,21 @@ from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.draw import (
+    MOST_BIASES,
+    draw_adjusted,
+    no_adjustments,
+    set_adjustments,
+)
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
 from jaxmoe.serve.device.layers import apart, longest_loop, num_calls
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
 from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
-from jaxmoe.serve.device.step import StepInputs, StepOptions, make_step
+from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.requests import Request, Result, check_numbers
+from jaxmoe.serve.requests import Request, Result, Sampling, check_numbers
 from jaxmoe.serve.step import EngineStep, Work
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import PageTables
@@ -182,7 +188,8 @@ class ModelExecutor:
             length = next(n for n in self.config.context_lengths if n >= longest)
             inputs, placed = self._inputs(step, StepShape(pieces, length))
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
-            fetched = jax.device_get(outputs)
+            outputs = self._drawn_again(outputs, inputs, placed)
+            fetched = jax.device_get(outputs._replace(logits=None))
         if fetched.load is not None:
             self._load = fetched.load + (0 if self._load is None else self._load)
         if fetched.experts is not None:
@@ -193,6 +200,35 @@ class ModelExecutor:
             for work, row, _ in placed
             if work.draws
         }
+
+    def _drawn_again(
+        self, outputs: StepOutputs, inputs: StepInputs, placed: Sequence[PlacedWork]
+    ) -> StepOutputs:
+        """Return the outputs with the tokens of requests that change their logits."""
+        adjusted = [
+            place
+            for place in placed
+            if place.work.draws and place.work.sampling.changes_logits(place.work.index)
+        ]
+        if not adjusted:
+            return outputs
+        num_rows = len(inputs.last)
+        longest = self.config.context_lengths[-1]
+        adjustments = no_adjustments(num_rows, longest, self.model.vocab_size)
+        is_adjusted = np.zeros(num_rows, bool)
+        for work, row, _ in adjusted:
+            set_adjustments(adjustments, row, work)
+            is_adjusted[row] = True
+        tokens, logprobs = draw_adjusted(
+            outputs.logits,
+            inputs.seeds,
+            inputs.indices,
+            inputs.limits,
+            adjustments,
+            is_adjusted,
+            outputs.tokens,
+        )
+        return outputs._replace(tokens=tokens, logprobs=logprobs)
 
     def read_pages(self, pages: Sequence[int]) -> HeldPages:
         """Return the content of some pages, in host memory.
@@ -255,6 +291,11 @@ class ModelExecutor:
                 f"num_logprobs={sampling.num_logprobs} exceeds the {self.config.num_logprobs} that"
                 " are compiled: ask for fewer, or set num_logprobs of the executor"
             )
+        if len(sampling.logit_bias) + len(sampling.stop_ids) > MOST_BIASES:
+            raise ValueError(
+                f"stop_ids has {len(sampling.stop_ids)} tokens: with those of logit_bias at most"
+                f" {MOST_BIASES} are compiled"
+            )
         if sampling.has_experts and not self.config.has_experts:
             raise ValueError(
                 "has_experts asks for the chosen experts, which are not compiled: set has_experts"
@@ -289,6 +330,9 @@ class ModelExecutor:
         with self._in_mesh():
             inputs, _ = self._inputs(_EMPTY, shape)
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
+            everywhere = Sampling(logit_bias=((0, 0.0),))
+            empty = Work(0, (), 0, (), True, 0, everywhere)
+            outputs = self._drawn_again(outputs, inputs, [PlacedWork(empty, 0, 0)])
             jax.block_until_ready(outputs)
         return dataclasses.replace(shape, seconds=time.perf_counter() - start_time)
 

@@ -31,6 +31,7 @@ from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.sampling import Limits, choose_each
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing.telemetry.recording import RECORDED, record_router
+from jaxmoe.serve.device.draw import keys_of
 from jaxmoe.serve.device.layers import stack_layers
 from sharding.sequence_parallel import PageTables
 
@@ -75,6 +76,8 @@ class StepOutputs(NamedTuple):
     """Experts of each token in each MoE layer, as counted by the router; None unless recorded."""
     load: Float[Any, "L E"] | None
     """Tokens that each expert has got; None for a dense model."""
+    logits: Float[Any, "N V"] | None = None
+    """Logits that the tokens were drawn from; they stay on the device, see `draw.py`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,11 +147,7 @@ def make_step(
 def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutputs:
     """Return the next tokens with their log-probabilities."""
 
-    def key_of(seed: Array, index: Array) -> Array:
-        return jax.random.fold_in(jax.random.key(seed), index)
-
-    keys = jax.vmap(key_of)(inputs.seeds, inputs.indices)
-    tokens = choose_each(logits, keys, inputs.limits)
+    tokens = choose_each(logits, keys_of(inputs.seeds, inputs.indices), inputs.limits)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     token_logprobs = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     number = min(options.num_top, logits.shape[-1])
@@ -164,4 +163,4 @@ def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutp
             lambda logprobs: none,
             logprobs,
         )
-    return StepOutputs(tokens, token_logprobs, top[1], top[0], None, None)
+    return StepOutputs(tokens, token_logprobs, top[1], top[0], None, None, logits)

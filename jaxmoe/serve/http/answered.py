@@ -168,7 +168,8 @@ class Form(abc.ABC):
         is_first = not choice.spelled.has_bytes and not self._served.has_text(prompt)
         bytes_of_tokens = dict[int, bytes]()
         for token in (generated.token, *(token for token, _ in generated.alternatives)):
-            is_end = token in self._asked.sampling.stop_ids
+            sampling = self._asked.sampling
+            is_end = token in sampling.stop_ids and not sampling.has_stop
             bytes_of_tokens[token] = (
                 b"" if is_end else token_bytes(self._served.codec, token, is_first=is_first)
             )

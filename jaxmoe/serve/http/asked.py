@@ -19,6 +19,8 @@ from jaxmoe.serve.http.table import STREAM_OPTIONS, RouteName, honoured_fields, 
 from jaxmoe.serve.requests import Sampling
 
 _MOST_STOPS = 16
+_MOST_STOP_IDS = 128
+_MOST_BIASES = 300
 _MOST_ANSWERS = 128
 _MOST_PROMPTS = 128
 _SEEDS = 2**31 - 1 - _MOST_ANSWERS
@@ -99,6 +101,8 @@ def read_chat(body: Any, served: Served) -> Asked:
     names = ("max_completion_tokens", "max_tokens")  # the second is the deprecated name
     request = _read_request(fields, served, (prompt,), num_logprobs, names, default=None)
     ids, texts = chat.ends
+    if fields.flag("ignore_eos"):
+        return request
     sampling = dataclasses.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *ids))
     return dataclasses.replace(request, sampling=sampling, stop=(*request.stop, *texts))
 
@@ -173,11 +177,18 @@ def _read_request(
         "top_p": fields.number("top_p", 1.0, 1e-9, 1.0),
         "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
         "seed": _seed(fields),
+        "presence_penalty": fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        "repetition_penalty": fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
+        "logit_bias": fields.biases("logit_bias", _MOST_BIASES),
+        "min_tokens": _min_tokens(fields, limits, limit),
+        "has_stop": fields.flag("include_stop_str_in_output"),
     }
+    eos_ids = () if fields.flag("ignore_eos") else served.eos_ids
     try:
         sampling = Sampling(
             max_tokens=limit,
-            stop_ids=served.eos_ids,
+            stop_ids=(*eos_ids, *fields.ids("stop_token_ids", _MOST_STOP_IDS)),
             num_logprobs=num_logprobs or 0,
             has_experts=has_experts,
             **drawn,
@@ -236,6 +247,15 @@ def _limit(
     limit = next((limit for limit in limits.values() if limit is not None), default)
     most_room = most - min(map(len, prompts))
     return most_room if limit is None else min(limit, most_room)
+
+
+def _min_tokens(fields: BodyFields, names: tuple[str, ...], limit: int) -> int:
+    """Return the least number of tokens of an answer, at most the limit where that was clipped."""
+    least = fields.integer("min_tokens", 0, 0)
+    limits = [most for name in names if (most := fields.any(name)) is not None]
+    if limits and least > limits[0]:
+        raise wrong("min_tokens", f"={least} exceeds {limits[0]}, the most tokens of the answer")
+    return min(least, limit)
 
 
 def _seed(fields: BodyFields) -> int:

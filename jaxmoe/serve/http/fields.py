@@ -11,6 +11,9 @@ from typing import Any
 from jaxmoe.configs import closest
 from jaxmoe.serve.http.errors import HTTPError, wrong
 
+_MOST_BIAS = 100.0
+"""Bias of a token at most, as in OpenAI's API."""
+
 
 class BodyFields:
     """Fields of one request; each is read by its type."""
@@ -68,6 +71,30 @@ class BodyFields:
             return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
         return self._check_type(name, default, fits, f"an integer {_bounds(low, high)}")
+
+    def ids(self, name: str, most: int) -> tuple[int, ...]:
+        """Return a list of token ids."""
+
+        def fits(value: Any) -> bool:
+            is_list = isinstance(value, list) and len(value) <= most
+            return is_list and all(type(token) is int and token >= 0 for token in value)
+
+        return tuple(self._check_type(name, [], fits, f"a list of up to {most} token ids"))
+
+    def biases(self, name: str, most: int) -> tuple[tuple[int, float], ...]:
+        """Return an object of token ids, as texts, and numbers from -100 to 100."""
+
+        def is_bias(token: Any, value: Any) -> bool:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return token.isdecimal() and is_number and -_MOST_BIAS <= value <= _MOST_BIAS
+
+        def fits(value: Any) -> bool:
+            is_object = isinstance(value, Mapping) and len(value) <= most
+            return is_object and all(is_bias(*item) for item in value.items())
+
+        rule = f"an object of up to {most} token ids with biases from -100 to 100"
+        biases = self._check_type(name, {}, fits, rule)
+        return tuple({int(token): float(bias) for token, bias in biases.items()}.items())
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """Return a text or a list of texts, none of them empty."""
