@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.generation.text import TextCodec, added_text, certain_length, context_of, first_stop
-from jaxmoe.serve.requests import EndReason
+from jaxmoe.serve.requests import EndReason, PromptScore
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,8 @@ class Generated:
     """Log-probability of the token."""
     alternatives: tuple[tuple[int, float], ...] = ()
     """Most likely ids and their log-probabilities, as many as were asked for."""
+    prompt: tuple[PromptScore, ...] | None = None
+    """Scores of the tokens of the prompt behind its first, with the first token if asked for."""
     experts: Any = None
     """Experts [tokens L K] of the tokens before this one that no earlier event had, if asked for;
     see `Result.experts`."""

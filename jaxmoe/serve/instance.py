@@ -243,6 +243,8 @@ class Instance:
             sequence.is_busy = False
             sequence.last_step = now
             is_written = work.draws and not sequence.is_cancelled
+            if sequence.is_scored:
+                sequence.scores[work.start :] = results[work.id].prompt
             result = results[work.id] if is_written else None
             events += self._take_over(sequence, work, result, now)
             if sequence.is_cancelled and sequence.state != "finished":
@@ -382,7 +384,9 @@ class Instance:
         draws = end == len(tokens)
         index = len(tokens) - len(request.prompt)
         sampling = request.sampling
-        history = tuple(tokens) if draws and sampling.has_penalties else ()
+        is_scored = sampling.num_prompt_logprobs is not None and not index
+        has_history = is_scored or (draws and sampling.has_penalties)
+        history = tuple(tokens) if has_history else ()
         return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter, history)
 
     def _take_over(
@@ -416,6 +420,8 @@ class Instance:
                 sequence.named = number + 1
 
     def _write(self, sequence: Sequence, result: Result, now: float) -> tuple[Event, ...]:
+        if sequence.is_scored:
+            result = dataclasses.replace(result, prompt=tuple(sequence.scores))
         token = Token(sequence.id, sequence.num_written, result)
         sequence.append(result.token, now)
         reason = self._ending(sequence, result.token)

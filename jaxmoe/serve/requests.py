@@ -51,6 +51,9 @@ class Sampling:
     """Whether the text keeps the stop string, or the text of the stop id, that ends it."""
     num_logprobs: int = 0
     """Alternatives whose log-probabilities are returned with each token."""
+    num_prompt_logprobs: int | None = None
+    """Alternatives that are returned with the log-probability of each token of the prompt; None
+    scores no prompt."""
     has_experts: bool = False
     """Whether the chosen experts of prompt and answer are returned; see `Result.experts`."""
 
@@ -64,8 +67,9 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
-        if self.num_logprobs < 0:
-            raise ValueError(f"num_logprobs={self.num_logprobs} must be 0 or more")
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [-2, 2]")
@@ -178,6 +182,18 @@ def check_numbers(request: Request, num_ids: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PromptScore:
+    """Score of a token of a prompt behind its first."""
+
+    logprob: float
+    """Log-probability of the token after those before it."""
+    rank: int
+    """Its place among all tokens by probability, from 1."""
+    alternatives: tuple[tuple[int, float], ...] = ()
+    """Most probable ids and their log-probabilities."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Result:
     """What a step drew for one sequence."""
 
@@ -192,6 +208,9 @@ class Result:
     prompt, with a later one those of the token before it. All of them, one behind the other, are
     those of prompt and answer but for its last token, which is not computed. Unsigned integers; E
     marks an empty slot. The order is that of `routed_experts` of vLLM."""
+    prompt: tuple[PromptScore, ...] | None = None
+    """Scores of the tokens of the prompt, if asked for: of a step those of its positions, of the
+    first token of an answer those of the whole prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

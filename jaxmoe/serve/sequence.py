@@ -10,7 +10,7 @@ import dataclasses
 from typing import Literal
 
 from jaxmoe.serve.blocks import page_names, root_name
-from jaxmoe.serve.requests import Request
+from jaxmoe.serve.requests import PromptScore, Request
 
 Tokens = collections.abc.Sequence[int]
 """Token ids in a tuple, a list or an array."""
@@ -58,6 +58,8 @@ class Sequence:
     """Time of the last step that computed it."""
     id: int = dataclasses.field(init=False)
     """Number of the request."""
+    scores: list[PromptScore] = dataclasses.field(default_factory=list)
+    """Scores of the tokens of the prompt behind its first, as far as they are computed."""
     _names: list[bytes] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,11 @@ class Sequence:
     def num_written(self) -> int:
         """Tokens of the answer."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the tokens of the prompt are scored as they are computed."""
+        return self.request.sampling.num_prompt_logprobs is not None and not self.num_written
 
     @property
     def left(self) -> int:
@@ -92,8 +99,11 @@ class Sequence:
     def prefix_names(self) -> list[bytes]:
         """Return the names of the pages that may be taken from the pool.
 
-        The last token is always computed, because its output is needed.
+        The last token is always computed, because its output is needed; so are all tokens of a
+        prompt whose scores are asked for.
         """
+        if self.is_scored:
+            return []
         return self.names()[: (len(self.tokens) - 1) // self.page_size]
 
     def append(self, token: int, now: float) -> None:

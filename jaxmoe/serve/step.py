@@ -31,7 +31,8 @@ class Work:
     adapter: str = ""
     """Adapter of the sequence; empty for the model itself."""
     history: Sequence[int] = ()
-    """Tokens of prompt and answer, where one is drawn with penalties; else empty."""
+    """Tokens of prompt and answer, where one is drawn with penalties or those of the prompt are
+    scored; else empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

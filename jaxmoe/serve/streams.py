@@ -76,6 +76,7 @@ class AnswerStream:
                 text=new,
                 logprob=result.logprob,
                 alternatives=result.alternatives,
+                prompt=result.prompt,
                 experts=result.experts,
             )
         )

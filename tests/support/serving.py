@@ -164,6 +164,7 @@ class Served:
     answers: dict[int, list[int]]
     reasons: dict[int, str]
     instance: Instance
+    scores: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 def serve(
@@ -199,6 +200,9 @@ def serve(
             if hasattr(event, "result"):
                 assert event.index == len(served.answers[event.id])
                 served.answers[event.id].append(event.result.token)
+                if event.result.prompt is not None:
+                    assert event.id not in served.scores
+                    served.scores[event.id] = event.result.prompt
             else:
                 assert event.id not in served.reasons
                 served.reasons[event.id] = event.reason

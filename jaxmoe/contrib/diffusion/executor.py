@@ -118,6 +118,11 @@ class DiffusionExecutor:
                 f"num_logprobs={sampling.num_logprobs}: a masked-diffusion model returns the"
                 " log-probability of each token alone: set num_logprobs to 0"
             )
+        if sampling.num_prompt_logprobs is not None:
+            raise ValueError(
+                "num_prompt_logprobs asks for the scores of a prompt, which a masked-diffusion"
+                " model does not have: leave it out"
+            )
         if sampling.changes_logits(0):
             raise ValueError(
                 "penalties, logit_bias and min_tokens are of tokens that are written one after the"

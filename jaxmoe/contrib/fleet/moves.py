@@ -119,6 +119,7 @@ def receive(
         admitted=sequence.admitted,
         first=sequence.first,
         last=sequence.last,
+        scores=list(sequence.scores),
     )
     instance.queues.add(arrived)
     return arrived

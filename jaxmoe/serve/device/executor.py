@@ -34,6 +34,13 @@ from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
 from jaxmoe.serve.device.layers import apart, longest_loop, num_calls
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
+from jaxmoe.serve.device.prompt import (
+    PositionScores,
+    make_scores,
+    num_scored,
+    scores_of,
+    targets_of,
+)
 from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
 from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
@@ -112,6 +119,7 @@ class ModelExecutor:
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
         self._step = make_step(model, self.execution, options)
+        self._score = make_scores(model, self.execution, self.config.num_logprobs)
         self.moved_bytes = 0
         """Bytes of pages that went to host memory and back, for swaps and moves."""
         self.num_transfers = 0
@@ -178,7 +186,8 @@ class ModelExecutor:
             step: Work with its pages taken.
 
         Returns:
-            Results by sequence.
+            Results by sequence; those of pieces of a prompt have its scores alone, where the
+            request asks for them.
         """
         with self._in_mesh():
             self._transfer(step)
@@ -188,18 +197,33 @@ class ModelExecutor:
             length = next(n for n in self.config.context_lengths if n >= longest)
             inputs, placed = self._inputs(step, StepShape(pieces, length))
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
+            scores = self._scores(outputs, placed)
             outputs = self._drawn_again(outputs, inputs, placed)
-            fetched = jax.device_get(outputs._replace(logits=None))
+            fetched, scores = jax.device_get((outputs._replace(logits=None, hidden=None), scores))
         if fetched.load is not None:
             self._load = fetched.load + (0 if self._load is None else self._load)
         if fetched.experts is not None:
             for work, _, first in placed:
                 self._experts.write(work, fetched.experts[:, first : first + len(work.tokens)])
-        return {
-            work.id: result_of(fetched, work, row, self._experts.read(work))
-            for work, row, _ in placed
-            if work.draws
-        }
+        results = {}
+        for work, row, first in placed:
+            prompt = scores_of(scores, work, first)
+            if work.draws:
+                experts = self._experts.read(work)
+                results[work.id] = result_of(fetched, work, row, experts, prompt)
+            elif num_scored(work):
+                results[work.id] = Result(-1, prompt=prompt)
+        return results
+
+    def _scores(self, outputs: StepOutputs, placed: Sequence[PlacedWork]) -> PositionScores | None:
+        """Return the scores behind each position; None where no request asks for them."""
+        assert outputs.hidden is not None  # as `make_step` returns it
+        if not any(num_scored(place.work) for place in placed):
+            return None
+        targets = np.zeros(outputs.hidden.shape[1], np.int32)
+        for work, _, first in placed:
+            targets[first : first + num_scored(work)] = targets_of(work)
+        return self._score(self._params, outputs.hidden, targets)
 
     def _drawn_again(
         self, outputs: StepOutputs, inputs: StepInputs, placed: Sequence[PlacedWork]
@@ -286,9 +310,10 @@ class ModelExecutor:
         """
         check_numbers(request, self.model.vocab_size)
         sampling = request.sampling
-        if sampling.num_logprobs > self.config.num_logprobs:
+        if max(sampling.num_logprobs, sampling.num_prompt_logprobs or 0) > self.config.num_logprobs:
             raise ValueError(
-                f"num_logprobs={sampling.num_logprobs} exceeds the {self.config.num_logprobs} that"
+                f"num_logprobs={sampling.num_logprobs} or num_prompt_logprobs="
+                f"{sampling.num_prompt_logprobs} exceeds the {self.config.num_logprobs} that"
                 " are compiled: ask for fewer, or set num_logprobs of the executor"
             )
         if len(sampling.logit_bias) + len(sampling.stop_ids) > MOST_BIASES:
@@ -333,7 +358,9 @@ class ModelExecutor:
             everywhere = Sampling(logit_bias=((0, 0.0),))
             empty = Work(0, (), 0, (), True, 0, everywhere)
             outputs = self._drawn_again(outputs, inputs, [PlacedWork(empty, 0, 0)])
-            jax.block_until_ready(outputs)
+            targets = np.zeros(len(inputs.tokens), np.int32)
+            scores = self._score(self._params, outputs.hidden, targets)
+            jax.block_until_ready((outputs, scores))
         return dataclasses.replace(shape, seconds=time.perf_counter() - start_time)
 
     def _transfer(self, step: EngineStep) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmoe.models.sampling import Limits
 from jaxmoe.serve.device.step import StepOutputs
-from jaxmoe.serve.requests import Result, Sampling
+from jaxmoe.serve.requests import PromptScore, Result, Sampling
 from jaxmoe.serve.step import Work
 
 
@@ -32,7 +32,13 @@ def set_limits(limits: Any, row: int, sampling: Sampling) -> None:
     limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
 
 
-def result_of(outputs: StepOutputs, work: Work, row: int, experts: np.ndarray | None) -> Result:
+def result_of(
+    outputs: StepOutputs,
+    work: Work,
+    row: int,
+    experts: np.ndarray | None,
+    prompt: tuple[PromptScore, ...] | None = None,
+) -> Result:
     """Return what a request has asked for of its row.
 
     Args:
@@ -40,6 +46,7 @@ def result_of(outputs: StepOutputs, work: Work, row: int, experts: np.ndarray | 
         work: Part of the request.
         row: Its row.
         experts: Experts to return [tokens L K]; None without any.
+        prompt: Scores of tokens of the prompt; None without any.
     """
     number = work.sampling.num_logprobs
     ids = outputs.top_ids[row, :number]
@@ -49,4 +56,5 @@ def result_of(outputs: StepOutputs, work: Work, row: int, experts: np.ndarray | 
         logprob=float(outputs.logprobs[row]),
         alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
         experts=experts,
+        prompt=prompt,
     )

@@ -78,6 +78,8 @@ class StepOutputs(NamedTuple):
     """Tokens that each expert has got; None for a dense model."""
     logits: Float[Any, "N V"] | None = None
     """Logits that the tokens were drawn from; they stay on the device, see `draw.py`."""
+    hidden: Float[Any, "1 T D"] | None = None
+    """Hidden states behind the final norm; they stay on the device, see `prompt.py`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +134,7 @@ def make_step(
         rows = hidden[:, inputs.last]
         logits = output_logits(rows, head_weight(params, model), model, execution)
         logits = execution.placement.place(logits, (None, None, None))[0]
-        outputs = _chosen(logits, inputs, options)
+        outputs = _chosen(logits, inputs, options)._replace(hidden=hidden)
         if output.statistics is not None:
             outputs = outputs._replace(load=output.statistics.counts)
         if options.has_experts:

@@ -21,10 +21,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxmoe.data.source import token_bytes
-from jaxmoe.serve.answers import Ended, Generated, whole_experts
+from jaxmoe.serve.answers import AnswerEvent, Ended, Generated, whole_experts
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.requests import PromptScore
 
 
 class Spelled:
@@ -55,6 +58,8 @@ class AnswerChoice:
     """Tokens so far."""
     ended: Ended | None = None
     """Its end."""
+    prompt: tuple[PromptScore, ...] | None = None
+    """Scores of the tokens of its prompt behind the first."""
     has_begun: bool = False
     """Whether a part of it was written into a stream."""
     spelled: Spelled = dataclasses.field(default_factory=lambda: Spelled())
@@ -100,6 +105,31 @@ class Form(abc.ABC):
             "created": int(time.time()),
             "model": request.model,
         }
+
+    def take(self, choice: AnswerChoice, event: AnswerEvent) -> tuple[str, Sequence[Generated]]:
+        """Take an event into its answer; return the text and the tokens that it adds.
+
+        Args:
+            choice: The answer.
+            event: Its next event.
+        """
+        asked = self._asked
+        is_first = not choice.tokens and not choice.text and choice.prompt is None
+        text = event.text if asked.has_answer else ""
+        tokens = list[Generated]()
+        if isinstance(event, Generated):
+            choice.prompt = event.prompt if event.prompt is not None else choice.prompt
+            tokens = [event] if asked.has_answer else []
+        elif asked.has_answer or event.reason in ("refused", "error", "cancelled"):
+            choice.ended = event
+        else:
+            choice.ended = dataclasses.replace(event, reason="length", num_generated=0)
+        if asked.has_echo and is_first:
+            prompt = asked.prompts[choice.index // asked.number]
+            text = self._served.codec.decode(np.asarray(prompt, np.int32)) + text
+        choice.text += text
+        choice.tokens += tokens
+        return text, tokens
 
     def whole(self, choices: Sequence[AnswerChoice], counts: dict[str, Any]) -> dict[str, Any]:
         """Return the object of all answers.
@@ -149,6 +179,8 @@ class Form(abc.ABC):
     def _of_tokens(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the ids and experts of tokens, as far as they are asked for."""
         fields: dict[str, Any] = {}
+        if self._asked.num_prompt_logprobs is not None and not choice.has_begun:
+            fields["prompt_logprobs"] = self._prompt_logprobs(choice)
         if self._asked.has_token_ids:
             if not choice.has_begun:
                 prompt = self._asked.prompts[choice.index // self._asked.number]
@@ -159,13 +191,37 @@ class Form(abc.ABC):
             fields["routed_experts"] = [] if experts is None else experts.tolist()
         return fields
 
+    def _prompt_logprobs(self, choice: AnswerChoice) -> list[dict[str, Any] | None] | None:
+        """Return the scores of the tokens of a prompt, as vLLM writes them; None for its first."""
+        if choice.prompt is None:  # the answer has ended before
+            return None
+        prompt = self._asked.prompts[choice.index // self._asked.number]
+        number = self._asked.num_prompt_logprobs or 0
+        scores: list[dict[str, Any] | None] = [None]
+        for token, score in zip(prompt[1:], choice.prompt, strict=True):
+            entries = {token: (score.logprob, score.rank)}
+            for rank, (other_id, value) in enumerate(score.alternatives[:number], 1):
+                entries.setdefault(other_id, (value, rank))
+            scores.append(
+                {
+                    str(id_): {
+                        "logprob": value,
+                        "rank": rank,
+                        "decoded_token": _text_of(token_bytes(self._served.codec, id_)),
+                    }
+                    for id_, (value, rank) in entries.items()
+                }
+            )
+        return scores
+
     def _bytes(self, choice: AnswerChoice, generated: Generated) -> dict[int, bytes]:
         """Return the bytes that a token, and each alternative, adds to the text of a choice.
 
         An id that ends the text has none.
         """
         prompt = self._asked.prompts[choice.index // self._asked.number]
-        is_first = not choice.spelled.has_bytes and not self._served.has_text(prompt)
+        has_text = not self._asked.has_echo and self._served.has_text(prompt)
+        is_first = not choice.spelled.has_bytes and not has_text
         bytes_of_tokens = dict[int, bytes]()
         for token in (generated.token, *(token for token, _ in generated.alternatives)):
             sampling = self._asked.sampling
@@ -203,19 +259,39 @@ class CompletionForm(Form):
 
     def _logprobs(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         texts = []
-        alternatives = []
+        alternatives: list[dict[str, float] | None] = []
         offsets = []
-        for generated in tokens:
+        echo = self._echo(choice)
+        for generated in (*echo, *tokens):
             offsets.append(choice.spelled.offset)
             names = _distinct(self._bytes(choice, generated))
             texts.append(names[generated.token])
             alternatives.append({names[token]: value for token, value in generated.alternatives})
+        if echo:  # nothing stands before the first token
+            alternatives[0] = None
         return {
             "tokens": texts,
-            "token_logprobs": [generated.logprob for generated in tokens],
+            "token_logprobs": [generated.logprob for generated in (*echo, *tokens)],
             "top_logprobs": alternatives,
             "text_offset": offsets,
         }
+
+    def _echo(self, choice: AnswerChoice) -> Sequence[Generated]:
+        """Return the tokens of the prompt with their scores, before the first of an answer."""
+        if not self._asked.has_echo or choice.has_begun or choice.prompt is None:
+            return ()
+        first, *later = self._asked.prompts[choice.index // self._asked.number]
+        number = self._asked.num_logprobs
+        scored = [
+            Generated(
+                index=0,
+                token=token,
+                logprob=score.logprob,
+                alternatives=score.alternatives[:number],
+            )
+            for token, score in zip(later, choice.prompt, strict=True)
+        ]
+        return [Generated(index=0, token=first), *scored]
 
 
 def _distinct(spelled: dict[int, bytes]) -> dict[int, str]:

@@ -194,7 +194,7 @@ class Endpoint:
         try:
             await answers.begin()
             if not completion.is_streamed:
-                await _collect(answers, choices)
+                await _collect(answers, choices, form)
         finally:
             watch.cancel()
         if completion.is_streamed:
@@ -303,20 +303,15 @@ async def _cancel_when_gone(request: Any, answers: Answers) -> None:
     answers.cancel()
 
 
-async def _collect(answers: Answers, choices: list[AnswerChoice]) -> None:
+async def _collect(answers: Answers, choices: list[AnswerChoice], form: Form) -> None:
     """Take in all events.
 
     Raises:
         HTTPError: An answer was refused or has failed.
     """
     async for number, event in answers:
-        choice = choices[number]
-        choice.text += event.text
-        if not isinstance(event, Ended):
-            choice.tokens.append(event)
-            continue
-        choice.ended = event
-        if event.reason in ("refused", "error"):
+        form.take(choices[number], event)
+        if isinstance(event, Ended) and event.reason in ("refused", "error"):
             answers.cancel()
             raise failure(event)
 
@@ -328,17 +323,13 @@ async def _stream(
     try:
         async for number, event in answers:
             choice = choices[number]
-            choice.text += event.text
+            text, tokens = form.take(choice, event)
             is_end = isinstance(event, Ended)
-            tokens = [] if isinstance(event, Ended) else [event]
-            choice.tokens += tokens
-            if isinstance(event, Ended):
-                choice.ended = event
-                if event.reason in ("refused", "error"):
-                    yield _event(failure(event).body)
-                    return
-            if event.text or is_end or completion.tells_of_tokens:
-                part = form.chunk(choice, event.text, tokens)
+            if isinstance(event, Ended) and event.reason in ("refused", "error"):
+                yield _event(failure(event).body)
+                return
+            if text or is_end or completion.tells_of_tokens:
+                part = form.chunk(choice, text, tokens)
                 if completion.has_usage and completion.has_usage_of_parts:
                     part["usage"] = form.usage_so_far(choice)
                 yield _event(part)

@@ -47,6 +47,12 @@ class Asked:
     """Whether each part of a stream has the counts of its answer so far, with `has_usage`."""
     num_logprobs: int | None
     """Alternatives of each token; None sends no log-probabilities."""
+    num_prompt_logprobs: int | None
+    """Alternatives of each token of the prompt; None sends no `prompt_logprobs`."""
+    has_echo: bool
+    """Whether a text begins with its prompt."""
+    has_answer: bool
+    """Whether tokens of the answer are sent; without, one is drawn and thrown away."""
     has_token_ids: bool
     """Whether the ids of prompt and answer are sent."""
     given: dict[str, Any]
@@ -71,7 +77,15 @@ def read_completion(body: Any, served: Served) -> Asked:
     fields = _body_fields(body, "completions")
     prompts = _prompts(fields.any("prompt"), served)
     most = fields.integer("logprobs", None, 0)
-    return _read_request(fields, served, prompts, most, ("max_tokens",), default=16)
+    has_answer = fields.any("max_tokens") != 0
+    names = ("max_tokens",) if has_answer else ()
+    request = _read_request(fields, served, prompts, most, names, default=16 if has_answer else 1)
+    request = dataclasses.replace(request, has_echo=fields.flag("echo"), has_answer=has_answer)
+    if not request.has_echo or most is None:
+        return request
+    number = max(most, request.num_prompt_logprobs or 0)
+    sampling = dataclasses.replace(request.sampling, num_prompt_logprobs=number)
+    return dataclasses.replace(request, sampling=sampling)
 
 
 def read_chat(body: Any, served: Served) -> Asked:
@@ -166,6 +180,7 @@ def _read_request(
             " with --engine.has_experts True",
             "unsupported_field",
         )
+    num_prompt = fields.integer("prompt_logprobs", None, 0, served.max_logprobs)
     limit = _limit(fields, limits, default, prompts, served.engine.facts.max_length)
     options = fields.any("stream_options")
     if isinstance(options, Mapping):
@@ -190,6 +205,7 @@ def _read_request(
             max_tokens=limit,
             stop_ids=(*eos_ids, *fields.ids("stop_token_ids", _MOST_STOP_IDS)),
             num_logprobs=num_logprobs or 0,
+            num_prompt_logprobs=num_prompt,
             has_experts=has_experts,
             **drawn,
         )
@@ -205,6 +221,9 @@ def _read_request(
         has_usage=options.flag("include_usage"),
         has_usage_of_parts=options.flag("continuous_usage_stats"),
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt,
+        has_echo=False,
+        has_answer=True,
         has_token_ids=fields.flag("return_token_ids"),
         given={
             "adapter": adapter,

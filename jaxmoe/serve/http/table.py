@@ -60,7 +60,11 @@ def _refuse(
 
 FIELDS: tuple[RequestField, ...] = (
     *_honour(BOTH, model="the model, or `MODEL:ADAPTER`"),
-    *_honour(TEXT, prompt="a text, token ids, or a list of either"),
+    *_honour(
+        TEXT,
+        prompt="a text, token ids, or a list of either",
+        echo="the text begins with the prompt; `logprobs` are those of its tokens too",
+    ),
     *_honour(
         TALK,
         messages="roles `system`, `developer` (the same), `user`, `assistant`, `tool`; content is a"
@@ -69,7 +73,8 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     *_honour(
         BOTH,
-        max_tokens="tokens of the answer at most, clipped to the room that the prompt leaves",
+        max_tokens="tokens of the answer at most, clipped to the room that the prompt leaves; 0 in"
+        " completions sends none",
         n="answers of each prompt",
         stop="up to 16 strings that end an answer",
         seed="answer i has seed + i; a random one without it",
@@ -87,6 +92,8 @@ FIELDS: tuple[RequestField, ...] = (
         stop_token_ids="ids that end an answer, beside those of the model",
         ignore_eos="the answer goes on behind the ids and marks that end a text",
         include_stop_str_in_output="the text keeps the stop string or id that ends it",
+        prompt_logprobs="log-probability and rank of each token of the prompt, as vLLM writes them;"
+        " none of its pages are taken from others",
         logprobs="log-probabilities of the tokens under the model",
     ),
     *_honour(TALK, top_logprobs="most likely tokens, with `logprobs`"),
@@ -125,7 +132,6 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("bad_words", "every token may be drawn", []),
     _refuse("logits_processors", "code of a client is not run", []),
     _refuse("use_beam_search", "tokens are drawn one after the other", False),
-    _refuse("prompt_logprobs", "prompts have no log-probabilities"),
     _refuse("truncate_prompt_tokens", "a prompt is taken whole: shorten it"),
     _refuse("prompt_embeds", "a prompt is text or token ids"),
     _refuse("skip_special_tokens", "special tokens are not shown", True),
@@ -138,7 +144,7 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("response_format", "answers follow no grammar", {"type": "text"}),
     _refuse("vllm_xargs", "there are no extensions of the sampling", {}),
     _refuse("kv_transfer_params", "pages of other servers are not read", {}),
-    _refuse("echo", "an answer begins behind its prompt", False),
+    _refuse("echo", "the answer to a conversation is a message", False, routes=TALK),
     _refuse("best_of", "ask for n answers and choose", 1, routes=TEXT),
     _refuse("suffix", "nothing is written between two texts", "", routes=TEXT),
     _refuse("add_special_tokens", "the tokenizer decides what begins a prompt", True, routes=TEXT),

@@ -186,6 +186,9 @@ def test_the_endpoint_completes_and_streams_what_rows_are_filled_with():
         assert long.json()["choices"][0]["text"] == choice["text"]  # clipped to the room of 5
         full = httpx.post(f"{address}/v1/completions", json=asked | {"prompt": [1] * 8})
         assert full.status_code == 400 and "this server holds 8 tokens" in full.text
+        for field in ({"presence_penalty": 1}, {"prompt_logprobs": 0}, {"logit_bias": {"1": 1}}):
+            other = httpx.post(f"{address}/v1/completions", json=asked | field)
+            assert other.status_code == 400 and "masked-diffusion" in other.text
         assert httpx.get(f"{address}/v1/models").json()["data"][0]["max_model_len"] == LONGEST
         assert "jaxmoe_pages 3.0" in re.sub(r"{.*?}", "", httpx.get(f"{address}/metrics").text)
 
