@@ -60,7 +60,12 @@ from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
 from jaxmoe.run.provenance.saved import Ends
-from jaxmoe.run.serving import ServedCheckpoint, ServerConfig, default_server
+from jaxmoe.run.serving import (
+    SamplingDefaults,
+    ServedCheckpoint,
+    ServerConfig,
+    default_server,
+)
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
@@ -92,6 +97,9 @@ class ServeConfig:
     eos: Ends = "auto"
     """Whether the end-of-text token ends a text: stop, ignore, or auto, which stops for Hugging
     Face models, runs that began from one, and those imported without data of their own."""
+    sampling: SamplingDefaults = "model"
+    """Defaults of the sampling: those of the model's generation_config.json, or plain for those of
+    OpenAI's API."""
     engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
     max_body: int = 2**20
@@ -188,6 +196,7 @@ def _open(config: ServeConfig) -> Served:
         name=config.name,
         template=config.template,
         eos=config.eos,
+        sampling=config.sampling,
         adapters=config.adapter_directories(),
     )
     return config.engine.open(checkpoint)

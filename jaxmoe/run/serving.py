@@ -11,7 +11,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 
@@ -23,15 +23,23 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.saved import Ends, end_ids, length_of, saved_config
+from jaxmoe.run.provenance.saved import (
+    Ends,
+    end_ids,
+    imported_generation,
+    length_of,
+    saved_config,
+)
 from jaxmoe.run.provenance.tokens import chat_format
 from jaxmoe.serve.backend import backend_of
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine
-from jaxmoe.serve.http.served import ChatFormat, Served
+from jaxmoe.serve.http.served import ChatFormat, Served, sampling_defaults
 from jaxmoe.serve.sizes import EngineSizesConfig
 from sharding.mesh import MeshConfig
+
+SamplingDefaults = Literal["model", "plain"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +60,9 @@ class ServedCheckpoint:
     """How turns are written; when None that of the training data, or of the tokenizer."""
     eos: Ends = "auto"
     """Whether the end-of-text token ends a text."""
+    sampling: SamplingDefaults = "model"
+    """Where the defaults of the sampling come from: generation_config.json, or those of the
+    API."""
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Directories of LoRA runs of this model, by the names of the adapters."""
 
@@ -255,6 +266,9 @@ def served_by(
     checkpoint = loaded.checkpoint
     directory = RunDirectory(checkpoint.path)
     config = assembly.plan.config
+    defaults: Mapping[str, float] = {}
+    if checkpoint.sampling == "model":
+        defaults = sampling_defaults(imported_generation(directory)[1])
     return Served(
         name=checkpoint.name or str(config.run.name or directory.path.resolve().name),
         engine=engine,
@@ -262,6 +276,7 @@ def served_by(
         chat=_chat(assembly, directory, checkpoint.template),
         eos_ids=end_ids(directory, config, assembly.source, checkpoint.eos),
         adapters=chats,
+        defaults=defaults,
         max_logprobs=sizes.num_logprobs,
         has_experts=sizes.has_experts,
         pool_bytes=sum(executor.pool_bytes for executor in executors),

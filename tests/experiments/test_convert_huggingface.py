@@ -167,6 +167,18 @@ def test_a_directory_of_hugging_face_is_served_as_its_run_is(run, exported):
 
 
 @pytest.mark.slow
+def test_defaults_of_the_sampling_are_those_of_the_directory(exported, tmp_path):
+    place = tmp_path / "model"
+    shutil.copytree(exported, place)
+    (place / "generation_config.json").write_text('{"temperature": 0.3, "eos_token_id": [1, 2]}')
+    sizes = EngineSizesConfig(max_sequences=1, pieces=("1x8",), num_logprobs=0)
+    for kind, defaults in (("model", {"temperature": 0.3}), ("plain", {})):
+        served = open_served(ServedCheckpoint(path=str(place), sampling=kind), sizes)
+        with served.engine:
+            assert served.defaults == defaults and served.eos_ids == (1, 2)
+
+
+@pytest.mark.slow
 def test_imported_run_evaluates_and_generates(run, imported, capsys):
     """The same held-out loss, the same text."""
     said = []

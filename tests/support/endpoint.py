@@ -105,6 +105,7 @@ def serving(
     *,
     max_waiting=8,
     has_chat=True,
+    chat=None,
     port=0,
     adapters=None,
     has_experts=True,
@@ -113,16 +114,17 @@ def serving(
     codec=None,
     app=None,
     eos_ids=(),
+    defaults=None,
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
     executor = executor or Speller()
-    chat = ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None
+    chat = chat or (ChatFormat(template=ChatML(), tokenizer=BYTES) if has_chat else None)
     config = config or EngineConfig(max_waiting=max_waiting)
     codec = codec or Text()
     engine = (make_engine or Engine)(executor, config, codec=codec)
     given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
-    given |= {"has_experts": has_experts, "eos_ids": eos_ids}
+    given |= {"has_experts": has_experts, "eos_ids": eos_ids, "defaults": defaults or {}}
     further = {} if routes is None else routes(engine)
     served = Served(name="speller", engine=engine, routes=further, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))

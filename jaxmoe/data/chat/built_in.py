@@ -13,13 +13,13 @@ encoded one by one, so that its ids do not depend on the turns after it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmoe.data.chat.messages import ANSWER, Message
-from jaxmoe.data.chat.template import ChatPiece
+from jaxmoe.data.chat.template import ChatPiece, ChatTemplate
 from jaxmoe.data.tokenizer import Tokenizer
 
 _FIRST = ChatPiece("begin")
@@ -52,6 +52,11 @@ class ChatML:
             yield from (ChatPiece("text", message.content), _END, ChatPiece("text", "\n"))
         if add_generation_prompt:
             yield from (_BEGIN, ChatPiece("text", f"{ANSWER}\n"))
+
+    def with_variables(self, values: Mapping[str, Any]) -> ChatTemplate:
+        """Return itself: it has no variables."""
+        del values
+        return self
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return the marks that are not distinct from the same text in a message."""
@@ -97,6 +102,11 @@ class Plain:
             yield _SEPARATOR if message.role == ANSWER else ChatPiece("text", "\n\n")
         if add_generation_prompt:
             yield ChatPiece("text", f"{ANSWER.capitalize()}:\n")
+
+    def with_variables(self, values: Mapping[str, Any]) -> ChatTemplate:
+        """Return itself: it has no variables."""
+        del values
+        return self
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return nothing: there are no marks but words."""

@@ -11,6 +11,7 @@ writes a turn in another way when more turns follow has no such prefixes, and is
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -22,6 +23,8 @@ from jaxmoe.data.chat.template import ChatPiece, ChatTemplate
 from jaxmoe.data.tokenizer import Tokenizer
 from pallas_kernels.array_types import Int, Shaped
 
+_MARK = "THE_CONTENT_ENDS_HERE "
+"""Stands behind the content that is continued; a template that trims contents removes its space."""
 TrainOn = Literal["assistant", "last", "all"]
 
 
@@ -41,6 +44,7 @@ def render(
     tokenizer: Tokenizer,
     *,
     add_generation_prompt: bool,
+    is_continued: bool = False,
 ) -> Int[np.ndarray, " S"]:
     """Return the token ids of a conversation.
 
@@ -49,12 +53,16 @@ def render(
         template: How turns are written.
         tokenizer: Tokenizer of text.
         add_generation_prompt: Whether to end with what comes before an answer, for generation.
+        is_continued: Whether to end with the content of the last message, for an answer that
+            continues it.
 
     Raises:
         ConversationError: The template cannot write these messages, or a message spells a text that
             would be read as control.
     """
     _check_contents(messages, template, tokenizer)
+    if is_continued:
+        return _encode(_pieces_to_continue(messages, template), tokenizer, {})
     return _render(messages, template, tokenizer, add_generation_prompt, {})
 
 
@@ -121,6 +129,38 @@ def _render(
 ) -> np.ndarray:
     """Return the ids of the pieces; `ids_of_pieces` keeps them for the next prefix."""
     pieces = list(template.pieces(messages, add_generation_prompt=add_generation_prompt))
+    return _encode(pieces, tokenizer, ids_of_pieces)
+
+
+def _pieces_to_continue(messages: Sequence[Message], template: ChatTemplate) -> list[ChatPiece]:
+    """Return the pieces up to the end of the content of the last message.
+
+    The place is found by a mark behind the content, as `transformers` does. A template that trims
+    contents trims this one too.
+
+    Raises:
+        ConversationError: The template does not write the last message.
+    """
+    *earlier, last = messages
+    marked = (*earlier, dataclasses.replace(last, content=last.content + _MARK))
+    pieces = list(template.pieces(marked, add_generation_prompt=False))
+    mark = _MARK.strip()
+    number = next((n for n in reversed(range(len(pieces))) if mark in pieces[n].text), None)
+    if number is None:
+        raise ConversationError(
+            "the template does not write the content of the last message, which is to be continued"
+        )
+    text = pieces[number].text
+    place = text.rindex(mark)
+    is_trimmed = not text.startswith(_MARK, place)
+    content = text[:place].rstrip() if is_trimmed else text[:place]
+    return [*pieces[:number], pieces[number]._replace(text=content)]
+
+
+def _encode(
+    pieces: Sequence[ChatPiece], tokenizer: Tokenizer, ids_of_pieces: dict[ChatPiece, np.ndarray]
+) -> np.ndarray:
+    """Return the ids of pieces; `ids_of_pieces` keeps those of each."""
     new = [piece for piece in dict.fromkeys(pieces) if piece not in ids_of_pieces]
     ids_of_pieces |= {
         piece: _control_ids(piece, tokenizer) for piece in new if piece.kind != "text"

@@ -8,7 +8,7 @@ file of its own; `jaxmoe/data/chat/__init__.py` (its name).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxmoe.data.chat.messages import Message
@@ -49,6 +49,17 @@ class ChatTemplate(Protocol):
 
         Raises:
             ConversationError: The template cannot write these messages.
+        """
+        ...
+
+    def with_variables(self, values: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with values of its variables; itself where it has none.
+
+        Args:
+            values: JSON values by name.
+
+        Raises:
+            ConversationError: A name is that of a value which the template is given anyway.
         """
         ...
 

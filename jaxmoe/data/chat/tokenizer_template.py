@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxmoe.data.batch import DataError
@@ -33,6 +33,8 @@ SPECIAL = "special_tokens_map.json"
 """Further special tokens; those of SETTINGS are taken first."""
 _ENDS = ("generation_config.json", "config.json")
 """Files with the ids that end a text, of the model beside the tokenizer; the first that has any."""
+_VALUES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+"""Names of the values that every template is given."""
 _LONGEST_TEXT = 2**25
 """Characters of a rendered conversation above which a template is stopped."""
 _WAY_OUT = "Choose data.template chatml or plain, or a tokenizer of a model that was made for chats"
@@ -50,6 +52,8 @@ class TokenizerTemplate:
     """File, for messages."""
     end_ids: tuple[int, ...] = ()
     """Ids that end a text of the model beside the tokenizer, ascending."""
+    variables: str = "{}"
+    """JSON object of further values by name, which the template may read."""
 
     @property
     def end(self) -> ChatPiece | None:
@@ -61,7 +65,8 @@ class TokenizerTemplate:
         self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> Iterator[ChatPiece]:
         """Yield the whole conversation as one piece."""
-        template, errors = _compile_programs(self)
+        template, errors = _compile_programs(self.source, self.where)
+        values = {**dict(self.special), **json.loads(self.variables)}
         parts = []
         size = 0
         try:
@@ -72,7 +77,7 @@ class TokenizerTemplate:
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
-                **dict(self.special),
+                **values,
             ):
                 parts.append(part)
                 size += len(part)
@@ -83,6 +88,15 @@ class TokenizerTemplate:
                 f"the chat template of {self.where} refuses messages 1 to {len(messages)}: {error}"
             ) from error
         yield ChatPiece("control", "".join(parts))
+
+    def with_variables(self, values: Mapping[str, Any]) -> TokenizerTemplate:
+        """Return the template with further values by name."""
+        if reserved := sorted(_VALUES & values.keys()):
+            raise ConversationError(
+                f"the variable {reserved[0]!r} of a chat template is given by the conversation:"
+                " leave it out"
+            )
+        return dataclasses.replace(self, variables=json.dumps(values, sort_keys=True))
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return all special tokens, because text and control are one piece."""
@@ -119,7 +133,7 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
     template = TokenizerTemplate(
         source, tuple(sorted(special.items())), str(where), _end_ids(place)
     )
-    _compile_programs(template)
+    _compile_programs(template.source, template.where)
     return template
 
 
@@ -200,8 +214,12 @@ def _read(path: pathlib.Path) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _compile_programs(template: TokenizerTemplate) -> tuple[Any, tuple[type[Exception], ...]]:
+def _compile_programs(source: str, where: str) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return the compiled template, and the exceptions that its evaluation raises.
+
+    Args:
+        source: Its text.
+        where: File, for messages.
 
     Raises:
         DataError: It is not in the language of jinja2.
@@ -220,9 +238,9 @@ def _compile_programs(template: TokenizerTemplate) -> tuple[Any, tuple[type[Exce
     environment.globals["raise_exception"] = raise_exception
     environment.filters["tojson"] = _to_json
     try:
-        compiled = environment.from_string(template.source)
+        compiled = environment.from_string(source)
     except (jinja2.exceptions.TemplateError, RecursionError) as error:
-        raise DataError(f"{template.where} is no chat template: {error}. {_WAY_OUT}") from error
+        raise DataError(f"{where} is no chat template: {error}. {_WAY_OUT}") from error
     errors = (jinja2.exceptions.TemplateError, TypeError, ValueError, ArithmeticError)
     return compiled, (*errors, LookupError, AttributeError, RecursionError)
 

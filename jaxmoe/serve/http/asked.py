@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.fields import BodyFields
-from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.http.table import STREAM_OPTIONS, RouteName, honoured_fields, honoured_names
 from jaxmoe.serve.requests import Sampling
 
@@ -79,7 +79,8 @@ def read_completion(body: Any, served: Served) -> Asked:
     most = fields.integer("logprobs", None, 0)
     has_answer = fields.any("max_tokens") != 0
     names = ("max_tokens",) if has_answer else ()
-    request = _read_request(fields, served, prompts, most, names, default=16 if has_answer else 1)
+    default = served.default("max_tokens", 16) if has_answer else 1
+    request = _read_request(fields, served, prompts, most, names, default=default)
     request = dataclasses.replace(request, has_echo=fields.flag("echo"), has_answer=has_answer)
     if not request.has_echo or most is None:
         return request
@@ -107,18 +108,42 @@ def read_chat(body: Any, served: Served) -> Asked:
             " chat_template: use /v1/completions, or start the server with --template chatml",
             code="no_chat_template",
         )
-    prompt = chat.prompt(fields.any("messages"))
+    prompt = _conversation(fields, chat)
     most = fields.integer("top_logprobs", 0, 0)
     if most and not fields.flag("logprobs"):
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
     num_logprobs = most if fields.flag("logprobs") else None
     names = ("max_completion_tokens", "max_tokens")  # the second is the deprecated name
-    request = _read_request(fields, served, (prompt,), num_logprobs, names, default=None)
+    request = _read_request(
+        fields, served, (prompt,), num_logprobs, names, served.default("max_tokens", None)
+    )
     ids, texts = chat.ends
     if fields.flag("ignore_eos"):
         return request
     sampling = dataclasses.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *ids))
     return dataclasses.replace(request, sampling=sampling, stop=(*request.stop, *texts))
+
+
+def _conversation(fields: BodyFields, chat: ChatFormat) -> tuple[int, ...]:
+    """Return the token ids of the messages of a body, as its fields say how to render them."""
+    variables = fields.any("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise wrong("chat_template_kwargs", " must be a JSON object")
+    effort = fields.any("reasoning_effort")
+    is_continued = fields.flag("continue_final_message")
+    adds_prompt = fields.flag("add_generation_prompt", not is_continued)
+    if is_continued and adds_prompt:
+        raise wrong(
+            "add_generation_prompt",
+            "=True begins a new turn, and continue_final_message=True continues the last one:"
+            " set one of them",
+        )
+    return chat.prompt(
+        fields.any("messages"),
+        variables if effort is None else {"reasoning_effort": effort, **variables},
+        add_generation_prompt=adds_prompt,
+        is_continued=is_continued,
+    )
 
 
 def _body_fields(body: Any, route: RouteName) -> BodyFields:
@@ -187,14 +212,16 @@ def _read_request(
         options = {name: options[name] for name in STREAM_OPTIONS if name in options}
     options = BodyFields({} if options is None else options, STREAM_OPTIONS, "stream_options")
     drawn: dict[str, Any] = {
-        "temperature": fields.number("temperature", 1.0, 0.0, 100.0),
-        "top_k": max(fields.integer("top_k", 0, -1), 0),
-        "top_p": fields.number("top_p", 1.0, 1e-9, 1.0),
-        "min_p": fields.number("min_p", 0.0, 0.0, 1.0),
+        "temperature": fields.number("temperature", served.default("temperature", 1.0), 0.0, 100.0),
+        "top_k": max(fields.integer("top_k", served.default("top_k", 0), -1), 0),
+        "top_p": fields.number("top_p", served.default("top_p", 1.0), 1e-9, 1.0),
+        "min_p": fields.number("min_p", served.default("min_p", 0.0), 0.0, 1.0),
         "seed": _seed(fields),
         "presence_penalty": fields.number("presence_penalty", 0.0, -2.0, 2.0),
         "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        "repetition_penalty": fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
+        "repetition_penalty": fields.number(
+            "repetition_penalty", served.default("repetition_penalty", 1.0), 1e-3, 1e3
+        ),
         "logit_bias": fields.biases("logit_bias", _MOST_BIASES),
         "min_tokens": _min_tokens(fields, limits, limit),
         "has_stop": fields.flag("include_stop_str_in_output"),

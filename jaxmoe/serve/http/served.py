@@ -18,7 +18,17 @@ from jaxmoe.generation.chat import answer_ends
 from jaxmoe.generation.text import TextCodec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
+from jaxmoe.serve.requests import Sampling
 
+_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of generation_config.json, and those of a request; the ones that vLLM reads."""
 Route = Callable[[Any], Awaitable[dict[str, Any]]]
 """Takes the JSON value of a body, returns that of the answer; raises HTTPError."""
 
@@ -32,18 +42,35 @@ class ChatFormat:
     tokenizer: Tokenizer
     """Tokenizer of the model."""
 
-    def prompt(self, messages: object) -> tuple[int, ...]:
+    def prompt(
+        self,
+        messages: object,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        is_continued: bool = False,
+    ) -> tuple[int, ...]:
         """Return the token ids of a conversation that waits for an answer.
 
         Args:
             messages: JSON value of the field.
+            variables: Values by name, for templates that have variables.
+            add_generation_prompt: Whether to end with what comes before an answer.
+            is_continued: Whether to end with the content of the last message instead.
 
         Raises:
             HTTPError: They are no messages, or the template cannot write them.
         """
         try:
             turns = read_messages(_with_system(messages))
-            ids = render(turns, self.template, self.tokenizer, add_generation_prompt=True)
+            template = self.template.with_variables(variables) if variables else self.template
+            ids = render(
+                turns,
+                template,
+                self.tokenizer,
+                add_generation_prompt=add_generation_prompt,
+                is_continued=is_continued,
+            )
         except DataError as error:
             raise HTTPError(400, str(error), param="messages") from error
         return tuple(ids.tolist())
@@ -52,6 +79,38 @@ class ChatFormat:
     def ends(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Ids and texts that end an answer."""
         return answer_ends(self.template, self.tokenizer)
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of fields of the sampling that a model comes with.
+
+    Args:
+        generation: Fields of its generation_config.json.
+
+    Raises:
+        ValueError: One of them is no value of its field.
+    """
+    defaults = {
+        field: generation[name]
+        for name, field in _DEFAULTS.items()
+        if generation.get(name) is not None
+    }
+    for field, value in defaults.items():
+        types = (int,) if field in ("top_k", "max_tokens") else (int, float)
+        if type(value) not in types:
+            raise ValueError(
+                f"generation_config.json: {field}={value!r} must be a number ("
+                f"{' or '.join(kind.__name__ for kind in types)}): mend the file, or start the"
+                " server with --sampling plain"
+            )
+    try:
+        Sampling(**defaults)
+    except ValueError as error:
+        raise ValueError(
+            f"generation_config.json: {error}: mend the file, or start the server with --sampling"
+            " plain"
+        ) from error
+    return defaults
 
 
 def _with_system(messages: object) -> object:
@@ -82,6 +141,8 @@ class Served:
     """Ids that end every text."""
     adapters: Mapping[str, ChatFormat | None] = dataclasses.field(default_factory=dict)
     """How each adapter reads conversations, by its name; its model is called `<name>:<adapter>`."""
+    defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Values of fields of the sampling that a request leaves out; see `sampling_defaults`."""
     max_logprobs: int = 0
     """Most likely tokens whose log-probabilities may be asked for."""
     has_experts: bool = False
@@ -122,6 +183,15 @@ class Served:
     def chat_of(self, adapter: str) -> ChatFormat | None:
         """Return how an adapter reads conversations, or the model itself."""
         return self.adapters[adapter] or self.chat if adapter else self.chat
+
+    def default(self, name: str, value: Any) -> Any:
+        """Return the value of a field that a request leaves out.
+
+        Args:
+            name: Field of the sampling.
+            value: Value where the model has none.
+        """
+        return self.defaults.get(name, value)
 
     def encode(self, text: str, param: str) -> tuple[int, ...]:
         """Return the token ids of a prompt.

@@ -69,6 +69,11 @@ FIELDS: tuple[RequestField, ...] = (
         TALK,
         messages="roles `system`, `developer` (the same), `user`, `assistant`, `tool`; content is a"
         " text or a list of text parts, joined by line ends",
+        add_generation_prompt="true begins the turn of the answer, which is the default",
+        continue_final_message="the answer continues the content of the last message",
+        chat_template_kwargs="variables of the chat template of a tokenizer; `chatml` and `plain`"
+        " have none",
+        reasoning_effort="a variable of the chat template",
         max_completion_tokens="wins over `max_tokens`",
     ),
     *_honour(
@@ -149,9 +154,6 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("suffix", "nothing is written between two texts", "", routes=TEXT),
     _refuse("add_special_tokens", "the tokenizer decides what begins a prompt", True, routes=TEXT),
     _refuse("add_special_tokens", "the template writes all special tokens", False, routes=TALK),
-    _refuse("add_generation_prompt", "an answer begins a turn", True, routes=TALK),
-    _refuse("continue_final_message", "an answer begins a turn", False, routes=TALK),
-    _refuse("chat_template_kwargs", "templates have no variables of requests", {}, routes=TALK),
     _refuse("chat_template", "templates of clients are not run: see --template", routes=TALK),
     _refuse("documents", "templates have no documents", [], routes=TALK),
     _refuse("mm_processor_kwargs", "models here read text alone", {}, routes=TALK),
@@ -161,7 +163,6 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("tool_choice", "calls of tools are not parsed", "none", "auto", routes=TALK),
     _refuse("functions", "calls of tools are not parsed", [], routes=TALK),
     _refuse("function_call", "calls of tools are not parsed", "none", "auto", routes=TALK),
-    _refuse("reasoning_effort", "how long a model thinks is not set", "none", routes=TALK),
     _refuse("verbosity", "how much a model writes is not set", "medium", routes=TALK),
     _refuse("web_search_options", "nothing is searched", routes=TALK),
 )
