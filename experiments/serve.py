@@ -10,9 +10,9 @@
 
     python -m experiments.serve --engine.instances 2 engine.dispatch:llumnix      # two instances
 
-Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), /reshard,
-and / (a page to chat with and to watch the load). Several instances answer behind one address, and
-/metrics has the numbers of each.
+Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics
+(Prometheus), /reshard, and / (a page to chat with and to watch the load). Several instances answer
+behind one address, and /metrics has the numbers of each.
 
     python -m experiments.serve --engine.instances 2 engine.scaling:slo --engine.scaling.tpot 0.1
     python -m experiments.serve engine.scaling:elastic_experts --engine.scaling.tpot 0.1
@@ -102,6 +102,8 @@ class ServeConfig:
     OpenAI's API."""
     engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
+    origins: tuple[str, ...] = ()
+    """Origins of web pages that may ask, such as http://localhost:3000; * for all."""
     max_body: int = 2**20
     """Bytes of a request at most."""
     drain: float = 30.0
@@ -154,7 +156,12 @@ def main(argv: Sequence[str]) -> int:
         with served.engine:
             write(_header(config, served))
             endpoint = Endpoint(
-                served, EndpointConfig(max_body=config.max_body, key=os.environ.get(_KEY, ""))
+                served,
+                EndpointConfig(
+                    max_body=config.max_body,
+                    origins=config.origins,
+                    key=os.environ.get(_KEY, ""),
+                ),
             )
             asyncio.run(_serve(config, endpoint, served, listening))
     if config.to is not None:

@@ -3,6 +3,7 @@
 """Routes of the endpoint, an ASGI application of starlette.
 
     POST /v1/completions  /v1/chat/completions      as OpenAI's clients speak to them
+    POST /tokenize  /detokenize                     as vLLM answers them
     GET  /v1/models  /v1/models/NAME                what it serves
     GET  /health  /metrics                          readiness, numbers for Prometheus
     GET  /stats  /                                  numbers as JSON, and a page that shows them
@@ -10,7 +11,8 @@
 
 A client that goes away cancels its answers. While the server drains, /health and new requests get
 503. With a key, every route but /health and the page asks for `Authorization: Bearer KEY`; the page
-sends the key of its address, `/?key=KEY`.
+sends the key of its address, `/?key=KEY`. Pages of other origins may ask where
+`EndpointConfig.origins` names them; the further routes refuse them otherwise.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from jaxmoe.serve.http.errors import HTTPError
 from jaxmoe.serve.http.prometheus import prometheus_text
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.http.streams import Answers, failure
+from jaxmoe.serve.http.tokens import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ class EndpointConfig:
     """Seconds for which a client may read nothing of an answer."""
     connections: int = 1024
     """Connections that are held at most; fewer where the process may open fewer files."""
+    origins: tuple[str, ...] = ()
+    """Origins of web pages that may ask (CORS), such as http://localhost:3000; * for all."""
     key: str = ""
     """Bearer key that requests must bring; none when empty."""
 
@@ -73,6 +78,8 @@ class Endpoint:
         """
         applications = require("starlette.applications", "serve")
         routing = require("starlette.routing", "serve")
+        middleware = require("starlette.middleware", "serve")
+        cors = require("starlette.middleware.cors", "serve")
         self._responses = require("starlette.responses", "serve")
         self._gone = require("starlette.requests", "serve").ClientDisconnect
         self._served, self._config = served, config or EndpointConfig()
@@ -86,6 +93,8 @@ class Endpoint:
             routes=[
                 route("/v1/completions", self._completions, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
+                route("/tokenize", self._tokenize, "POST"),
+                route("/detokenize", self._detokenize, "POST"),
                 *(route(path, self._further(path), "POST") for path in served.routes),
                 route("/v1/models", self._models),
                 route("/v1/models/{model:path}", self._model),
@@ -94,6 +103,16 @@ class Endpoint:
                 route("/stats", self._stats),
                 route("/", self._page),
             ],
+            middleware=[
+                middleware.Middleware(
+                    cors.CORSMiddleware,
+                    allow_origins=self._config.origins,
+                    allow_methods=("GET", "POST"),
+                    allow_headers=("*",),
+                )
+            ]
+            if self._config.origins
+            else [],
             exception_handlers={404: self._unknown, 405: self._unknown, 500: self._failed},
         )
 
@@ -128,9 +147,10 @@ class Endpoint:
         return guard_call
 
     def _check_key(self, request: Any) -> None:
-        header = request.headers.get("authorization", "")
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
         key = self._config.key
-        if key and not hmac.compare_digest(header.encode(), f"Bearer {key}".encode()):
+        is_bearer = scheme.lower() == "bearer"
+        if key and not (is_bearer and hmac.compare_digest(sent.strip().encode(), key.encode())):
             raise HTTPError(
                 401,
                 "this server needs a key: send it as 'Authorization: Bearer KEY'",
@@ -144,6 +164,28 @@ class Endpoint:
     async def _chat(self, request: Any) -> Any:
         completion = read_chat(await self._body(request), self._served)
         return await self._answer(request, completion, ChatForm(self._served, completion))
+
+    async def _tokenize(self, request: Any) -> Any:
+        return self._json(tokenize(await self._body(request), self._served))
+
+    async def _detokenize(self, request: Any) -> Any:
+        return self._json(detokenize(await self._body(request), self._served))
+
+    def _check_origin(self, request: Any) -> None:
+        """Refuse a web page of another origin, which a browser sends without being asked.
+
+        Raises:
+            HTTPError: It is not among the origins that may ask.
+        """
+        origin = request.headers.get("origin")
+        host = request.headers.get("host", "")
+        origins = self._config.origins
+        if origin and origin.partition("://")[2] != host and not {"*", origin} & {*origins}:
+            raise HTTPError(
+                403,
+                f"a page of {origin} may not change this server: start it with --origins {origin}",
+                code="foreign_origin",
+            )
 
     async def _body(self, request: Any) -> Any:
         """Return the JSON value of a body.
@@ -208,6 +250,7 @@ class Endpoint:
         """Return what answers a route of `Served.routes`."""
 
         async def answer(request: Any) -> Any:
+            self._check_origin(request)
             return self._json(await self._served.routes[path](await self._body(request)))
 
         return answer

@@ -100,15 +100,8 @@ def read_chat(body: Any, served: Served) -> Asked:
         HTTPError: A field is wrong or not computed, or the model has no chat template.
     """
     fields = _body_fields(body, "chat/completions")
-    chat = served.chat_of(served.adapter_of(fields.text("model", served.name)))
-    if chat is None:
-        raise HTTPError(
-            400,
-            f"{served.name} was not trained on conversations, and its tokenizer has no"
-            " chat_template: use /v1/completions, or start the server with --template chatml",
-            code="no_chat_template",
-        )
-    prompt = _conversation(fields, chat)
+    adapter = served.adapter_of(fields.text("model", served.name))
+    prompt = read_conversation(fields, served, adapter)
     most = fields.integer("top_logprobs", 0, 0)
     if most and not fields.flag("logprobs"):
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
@@ -117,15 +110,42 @@ def read_chat(body: Any, served: Served) -> Asked:
     request = _read_request(
         fields, served, (prompt,), num_logprobs, names, served.default("max_tokens", None)
     )
-    ids, texts = chat.ends
     if fields.flag("ignore_eos"):
         return request
+    ids, texts = _chat_of(served, adapter).ends
     sampling = dataclasses.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *ids))
     return dataclasses.replace(request, sampling=sampling, stop=(*request.stop, *texts))
 
 
-def _conversation(fields: BodyFields, chat: ChatFormat) -> tuple[int, ...]:
-    """Return the token ids of the messages of a body, as its fields say how to render them."""
+def _chat_of(served: Served, adapter: str) -> ChatFormat:
+    """Return how a model reads conversations.
+
+    Raises:
+        HTTPError: It reads none.
+    """
+    chat = served.chat_of(adapter)
+    if chat is None:
+        raise HTTPError(
+            400,
+            f"{served.name} was not trained on conversations, and its tokenizer has no"
+            " chat_template: use /v1/completions, or start the server with --template chatml",
+            code="no_chat_template",
+        )
+    return chat
+
+
+def read_conversation(fields: BodyFields, served: Served, adapter: str) -> tuple[int, ...]:
+    """Return the token ids of the messages of a body, as its fields say how to render them.
+
+    Args:
+        fields: Fields of the body.
+        served: The model.
+        adapter: Adapter that answers; empty for the model itself.
+
+    Raises:
+        HTTPError: A field is wrong, or the model has no chat template.
+    """
+    chat = _chat_of(served, adapter)
     variables = fields.any("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise wrong("chat_template_kwargs", " must be a JSON object")
