@@ -35,6 +35,7 @@ from jaxmoe.serve.backend import backend_of
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.http.grammars import Grammars
 from jaxmoe.serve.http.served import ChatFormat, Served, sampling_defaults
 from jaxmoe.serve.sizes import EngineSizesConfig
 from sharding.mesh import MeshConfig
@@ -269,13 +270,18 @@ def served_by(
     defaults: Mapping[str, float] = {}
     if checkpoint.sampling == "model":
         defaults = sampling_defaults(imported_generation(directory)[1])
+    eos_ids = end_ids(directory, config, assembly.source, checkpoint.eos)
+    chat = _chat(assembly, directory, checkpoint.template)
+    # Where a grammar allows an end, those of a conversation end an answer too.
+    ends = eos_ids if chat is None else (*eos_ids, *chat.ends[0])
     return Served(
         name=checkpoint.name or str(config.run.name or directory.path.resolve().name),
         engine=engine,
         codec=assembly.source,
-        chat=_chat(assembly, directory, checkpoint.template),
-        eos_ids=end_ids(directory, config, assembly.source, checkpoint.eos),
+        chat=chat,
+        eos_ids=eos_ids,
         adapters=chats,
+        grammars=Grammars(assembly.source, assembly.source.vocab_size, ends),
         defaults=defaults,
         max_logprobs=sizes.num_logprobs,
         has_experts=sizes.has_experts,

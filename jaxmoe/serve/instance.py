@@ -385,7 +385,7 @@ class Instance:
         index = len(tokens) - len(request.prompt)
         sampling = request.sampling
         is_scored = sampling.num_prompt_logprobs is not None and not index
-        has_history = is_scored or (draws and sampling.has_penalties)
+        has_history = is_scored or (draws and sampling.has_history)
         history = tuple(tokens) if has_history else ()
         return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter, history)
 
@@ -424,8 +424,10 @@ class Instance:
             result = dataclasses.replace(result, prompt=tuple(sequence.scores))
         token = Token(sequence.id, sequence.num_written, result)
         sequence.append(result.token, now)
-        reason = self._ending(sequence, result.token)
-        return (token,) if reason is None else (token, self.end(sequence, reason))
+        reason = result.ending or self._ending(sequence, result.token)
+        if reason is None:
+            return (token,)
+        return token, self.end(sequence, reason, result.message)
 
     def _ending(self, sequence: Sequence, token: int) -> EndReason | None:
         """Return why an answer ends with its last token; None if it goes on."""

@@ -7,12 +7,47 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
 
 from jaxmoe.models.sampling import check_temperature
 
 EndReason = Literal["stop", "length", "cancelled", "refused", "error"]
 """Why a stream ended: a stop id, the token limit, the client, the limits, a failed step."""
+
+
+@runtime_checkable
+class Matcher(Protocol):
+    """How far an answer follows a grammar."""
+
+    def mask(self) -> np.ndarray:
+        """Return the tokens that may follow [ceil(V / 32)], a bit of a uint32 each."""
+        ...
+
+    def take(self, token: int) -> None:
+        """Go on with a token of the answer."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing but an end may follow."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """Why the grammar cannot go on; empty while it can."""
+        ...
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """What an answer is made of; `jaxmoe.serve.http.grammars` makes them."""
+
+    def start(self) -> Matcher:
+        """Return a matcher at the begin of an answer."""
+        ...
+
 
 _MOST_BIASES = 300
 """Tokens of `logit_bias`, as in OpenAI's API."""
@@ -45,6 +80,8 @@ class Sampling:
     """Divides logits above 0 of the tokens of prompt and answer, and multiplies those below."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each once, and what is added to their logits."""
+    grammar: Grammar | None = None
+    """What the answer is made of; None for any tokens."""
     min_tokens: int = 0
     """Tokens before which no stop id is drawn, and no stop string ends the text."""
     has_stop: bool = False
@@ -91,6 +128,11 @@ class Sampling:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
         return any(penalties)
 
+    @property
+    def has_history(self) -> bool:
+        """Whether the tokens before a draw are told with it."""
+        return self.has_penalties or self.grammar is not None
+
     def changes_logits(self, index: int) -> bool:
         """Return whether the logits of a token are changed before it is drawn.
 
@@ -98,7 +140,7 @@ class Sampling:
             index: Number of the token within the answer, from 0.
         """
         is_held = index < self.min_tokens and bool(self.stop_ids)
-        return is_held or bool(self.logit_bias) or self.has_penalties
+        return is_held or bool(self.logit_bias) or self.has_history
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +253,11 @@ class Result:
     prompt: tuple[PromptScore, ...] | None = None
     """Scores of the tokens of the prompt, if asked for: of a step those of its positions, of the
     first token of an answer those of the whole prompt."""
+    ending: EndReason | None = None
+    """Why the answer ends with this token beyond stop ids and limits: its grammar is complete
+    (stop), or cannot go on (error)."""
+    message: str = ""
+    """Explanation of an error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ def serving(
     app=None,
     eos_ids=(),
     defaults=None,
+    grammars=None,
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
@@ -125,6 +126,7 @@ def serving(
     engine = (make_engine or Engine)(executor, config, codec=codec)
     given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given |= {"has_experts": has_experts, "eos_ids": eos_ids, "defaults": defaults or {}}
+    given["grammars"] = grammars
     further = {} if routes is None else routes(engine)
     served = Served(name="speller", engine=engine, routes=further, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))

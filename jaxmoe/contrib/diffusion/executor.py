@@ -125,8 +125,9 @@ class DiffusionExecutor:
             )
         if sampling.changes_logits(0):
             raise ValueError(
-                "penalties, logit_bias and min_tokens are of tokens that are written one after the"
-                " other, and a masked-diffusion model fills them in in any order: leave them out"
+                "penalties, logit_bias, min_tokens and grammars are of tokens that are written one"
+                " after the other, and a masked-diffusion model fills them in in any order: leave"
+                " them out"
             )
         if sampling.has_experts:
             raise ValueError(

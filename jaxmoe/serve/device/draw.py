@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the tokens of requests that change their logits: biases, penalties, tokens left out.
 
+    grammar         -inf for tokens that it does not allow
     bias            added to the logits of some tokens; -inf leaves a token out
     repetition      logits of tokens of prompt or answer: divided above 0, else multiplied
                     arXiv 1909.05858, section 4.1
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxmoe.models.sampling import Limits, choose_each
 from jaxmoe.serve.requests import Sampling
@@ -45,6 +46,8 @@ class Adjustments(NamedTuple):
     bias_ids: Int[Any, "N b"]
     """Tokens with a bias; V behind the last."""
     biases: Float[Any, "N b"]
+    allowed: UInt[Any, "N W"]
+    """Tokens that the grammar of each row allows, a bit each; W = ceil(V / 32)."""
 
 
 def no_adjustments(rows: int, length: int, vocab_size: int) -> Adjustments:
@@ -63,17 +66,23 @@ def no_adjustments(rows: int, length: int, vocab_size: int) -> Adjustments:
         repetition=np.ones(rows, np.float32),
         bias_ids=np.full((rows, MOST_BIASES), vocab_size, np.int32),
         biases=np.zeros((rows, MOST_BIASES), np.float32),
+        allowed=np.full((rows, -(-vocab_size // 32)), 2**32 - 1, np.uint32),
     )
 
 
-def set_adjustments(adjustments: Any, row: int, work: Work) -> None:
+def set_adjustments(adjustments: Any, row: int, work: Work, mask: np.ndarray | None = None) -> None:
     """Write how the logits of a request are changed into its row, in place.
 
     Args:
         adjustments: Host arrays.
         row: Row of the work.
         work: Work that draws a token.
+        mask: Tokens that its grammar allows, a bit of a uint32 each; None for all.
     """
+    if mask is not None:
+        width = min(len(mask), adjustments.allowed.shape[1])
+        adjustments.allowed[row] = 0
+        adjustments.allowed[row, :width] = mask[:width]
     sampling = work.sampling
     adjustments.history[row, : len(work.history)] = work.history
     adjustments.num_prompt[row] = len(work.history) - work.index
@@ -106,6 +115,10 @@ def adjust_logits(logits: Float[Array, "N V"], adjustments: Adjustments) -> Floa
     """
     history = adjustments.history
     num_rows, size = logits.shape
+    bits = jnp.arange(32, dtype=jnp.uint32)[None, None]
+    is_allowed = (adjustments.allowed[:, :, None] >> bits) & 1
+    is_allowed = is_allowed.reshape(num_rows, -1)[:, :size] > 0
+    logits = jnp.where(is_allowed, logits, -jnp.inf)
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     place = jnp.arange(history.shape[1], dtype=jnp.int32)[None]
     answer = jnp.where(place >= adjustments.num_prompt[:, None], history, size)

@@ -33,6 +33,7 @@ from jaxmoe.serve.device.draw import (
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
 from jaxmoe.serve.device.layers import apart, longest_loop, num_calls
+from jaxmoe.serve.device.matchers import Matchers
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
 from jaxmoe.serve.device.prompt import (
     PositionScores,
@@ -151,6 +152,7 @@ class ModelExecutor:
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._host = HostPages()
+        self._matchers = Matchers()
         self._load: np.ndarray | None = None
         size = self.config.num_pages, self.config.page_size
         self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
@@ -210,7 +212,8 @@ class ModelExecutor:
             prompt = scores_of(scores, work, first)
             if work.draws:
                 experts = self._experts.read(work)
-                results[work.id] = result_of(fetched, work, row, experts, prompt)
+                result = result_of(fetched, work, row, experts, prompt)
+                results[work.id] = self._matchers.ending(work, result)
             elif num_scored(work):
                 results[work.id] = Result(-1, prompt=prompt)
         return results
@@ -241,7 +244,9 @@ class ModelExecutor:
         adjustments = no_adjustments(num_rows, longest, self.model.vocab_size)
         is_adjusted = np.zeros(num_rows, bool)
         for work, row, _ in adjusted:
-            set_adjustments(adjustments, row, work)
+            has_grammar = work.sampling.grammar is not None
+            mask = self._matchers.at(work).mask() if has_grammar else None
+            set_adjustments(adjustments, row, work, mask)
             is_adjusted[row] = True
         tokens, logprobs = draw_adjusted(
             outputs.logits,

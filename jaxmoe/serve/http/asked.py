@@ -15,6 +15,7 @@ from typing import Any
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.fields import BodyFields
 from jaxmoe.serve.http.served import ChatFormat, Served
+from jaxmoe.serve.http.structured import read_grammar
 from jaxmoe.serve.http.table import STREAM_OPTIONS, RouteName, honoured_fields, honoured_names
 from jaxmoe.serve.requests import Sampling
 
@@ -217,58 +218,23 @@ def _read_request(
             f"={num_logprobs} exceeds the {served.max_logprobs} that the server was started with:"
             " start it with --engine.num_logprobs",
         )
-    has_experts = fields.flag("return_routed_experts")
-    if has_experts and not served.has_experts:
-        raise wrong(
-            "return_routed_experts",
-            "=True asks for the experts of each token, which this server does not record: start it"
-            " with --engine.has_experts True",
-            "unsupported_field",
-        )
-    num_prompt = fields.integer("prompt_logprobs", None, 0, served.max_logprobs)
     limit = _limit(fields, limits, default, prompts, served.engine.facts.max_length)
+    sampling = _sampling(fields, served, limit, limits)
     options = fields.any("stream_options")
     if isinstance(options, Mapping):
         options = {name: options[name] for name in STREAM_OPTIONS if name in options}
     options = BodyFields({} if options is None else options, STREAM_OPTIONS, "stream_options")
-    drawn: dict[str, Any] = {
-        "temperature": fields.number("temperature", served.default("temperature", 1.0), 0.0, 100.0),
-        "top_k": max(fields.integer("top_k", served.default("top_k", 0), -1), 0),
-        "top_p": fields.number("top_p", served.default("top_p", 1.0), 1e-9, 1.0),
-        "min_p": fields.number("min_p", served.default("min_p", 0.0), 0.0, 1.0),
-        "seed": _seed(fields),
-        "presence_penalty": fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        "repetition_penalty": fields.number(
-            "repetition_penalty", served.default("repetition_penalty", 1.0), 1e-3, 1e3
-        ),
-        "logit_bias": fields.biases("logit_bias", _MOST_BIASES),
-        "min_tokens": _min_tokens(fields, limits, limit),
-        "has_stop": fields.flag("include_stop_str_in_output"),
-    }
-    eos_ids = () if fields.flag("ignore_eos") else served.eos_ids
-    try:
-        sampling = Sampling(
-            max_tokens=limit,
-            stop_ids=(*eos_ids, *fields.ids("stop_token_ids", _MOST_STOP_IDS)),
-            num_logprobs=num_logprobs or 0,
-            num_prompt_logprobs=num_prompt,
-            has_experts=has_experts,
-            **drawn,
-        )
-    except ValueError as error:
-        raise HTTPError(400, str(error)) from error
     return Asked(
         model=model,
         prompts=prompts,
         number=fields.integer("n", 1, 1, _MOST_ANSWERS),
-        sampling=sampling,
+        sampling=dataclasses.replace(sampling, num_logprobs=num_logprobs or 0),
         stop=fields.texts("stop", _MOST_STOPS),
         is_streamed=fields.flag("stream"),
         has_usage=options.flag("include_usage"),
         has_usage_of_parts=options.flag("continuous_usage_stats"),
         num_logprobs=num_logprobs,
-        num_prompt_logprobs=num_prompt,
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
         has_echo=False,
         has_answer=True,
         has_token_ids=fields.flag("return_token_ids"),
@@ -279,6 +245,47 @@ def _read_request(
             "priority": fields.integer("priority", 0, -1000, 1000),
         },
     )
+
+
+def _sampling(fields: BodyFields, served: Served, limit: int, limits: tuple[str, ...]) -> Sampling:
+    """Return how the tokens of a request are drawn.
+
+    Args:
+        fields: Fields of the body.
+        served: The model.
+        limit: Tokens of an answer at most.
+        limits: Fields of the largest number of tokens.
+    """
+    has_experts = fields.flag("return_routed_experts")
+    if has_experts and not served.has_experts:
+        raise wrong(
+            "return_routed_experts",
+            "=True asks for the experts of each token, which this server does not record: start it"
+            " with --engine.has_experts True",
+            "unsupported_field",
+        )
+    repetition = served.default("repetition_penalty", 1.0)
+    eos_ids = () if fields.flag("ignore_eos") else served.eos_ids
+    values: dict[str, Any] = {
+        "temperature": fields.number("temperature", served.default("temperature", 1.0), 0.0, 100.0),
+        "top_k": max(fields.integer("top_k", served.default("top_k", 0), -1), 0),
+        "top_p": fields.number("top_p", served.default("top_p", 1.0), 1e-9, 1.0),
+        "min_p": fields.number("min_p", served.default("min_p", 0.0), 0.0, 1.0),
+        "seed": _seed(fields),
+        "presence_penalty": fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        "repetition_penalty": fields.number("repetition_penalty", repetition, 1e-3, 1e3),
+        "logit_bias": fields.biases("logit_bias", _MOST_BIASES),
+        "grammar": read_grammar(fields, served),
+        "min_tokens": _min_tokens(fields, limits, limit),
+        "stop_ids": (*eos_ids, *fields.ids("stop_token_ids", _MOST_STOP_IDS)),
+        "has_stop": fields.flag("include_stop_str_in_output"),
+        "num_prompt_logprobs": fields.integer("prompt_logprobs", None, 0, served.max_logprobs),
+    }
+    try:
+        return Sampling(max_tokens=limit, has_experts=has_experts, **values)
+    except ValueError as error:
+        raise HTTPError(400, str(error)) from error
 
 
 def _limit(

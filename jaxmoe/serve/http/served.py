@@ -18,6 +18,7 @@ from jaxmoe.generation.chat import answer_ends
 from jaxmoe.generation.text import TextCodec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
+from jaxmoe.serve.http.grammars import Grammars
 from jaxmoe.serve.requests import Sampling
 
 _DEFAULTS = {
@@ -141,6 +142,8 @@ class Served:
     """Ids that end every text."""
     adapters: Mapping[str, ChatFormat | None] = dataclasses.field(default_factory=dict)
     """How each adapter reads conversations, by its name; its model is called `<name>:<adapter>`."""
+    grammars: Grammars | None = None
+    """Makes the grammars of answers; None refuses them."""
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Values of fields of the sampling that a request leaves out; see `sampling_defaults`."""
     max_logprobs: int = 0

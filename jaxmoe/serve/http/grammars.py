@@ -1,0 +1,156 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that follow a grammar: JSON, JSON schemas, regular expressions, choices.
+
+The grammars and their token masks are those of llguidance (extra `serve`), which has no
+dependencies and reads JSON schemas, regular expressions and grammars alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.data.source import token_bytes
+from jaxmoe.generation.text import TextCodec
+from jaxmoe.optional import require
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LibraryMatcher:
+    """How far the answer to one request follows its grammar; see `requests.Matcher`."""
+
+    state: Any
+    """Matcher of llguidance."""
+
+    def mask(self) -> np.ndarray:
+        """Return the tokens that may follow [ceil(V / 32)], a bit of a uint32 each."""
+        return np.frombuffer(self.state.compute_bitmask(), np.uint32)
+
+    def take(self, token: int) -> None:
+        """Go on with a token of the answer."""
+        self.state.consume_token(token)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing but an end may follow."""
+        return self.state.is_stopped() and not self.failure
+
+    @property
+    def failure(self) -> str:
+        """Why the grammar cannot go on; empty while it can."""
+        return self.state.get_error()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LibraryGrammar:
+    """A grammar with the tokens of a model; see `requests.Grammar`."""
+
+    tokens: Any
+    """Tokens, as llguidance holds them."""
+    text: str
+    """Grammar, as llguidance writes it."""
+
+    def start(self) -> LibraryMatcher:
+        """Return a matcher at the begin of an answer."""
+        library = require("llguidance", "serve")
+        return LibraryMatcher(library.LLMatcher(self.tokens, self.text, log_level=0))
+
+
+class Grammars:
+    """Makes the grammars of one model. The tokens are read with the first of them."""
+
+    def __init__(self, codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]):
+        """Keep what the tokens are read from.
+
+        Args:
+            codec: Source or tokenizer of the model.
+            vocab_size: Number of its ids.
+            eos_ids: Ids that end a text, which are drawn where the grammar allows an end.
+        """
+        self._codec, self._vocab_size, self._eos_ids = codec, vocab_size, tuple(eos_ids)
+
+    def schema(self, schema: Any) -> LibraryGrammar:
+        """Return the grammar of a JSON schema.
+
+        Args:
+            schema: JSON value of the schema.
+
+        Raises:
+            ValueError: It is no schema that the library follows.
+        """
+        matcher = require("llguidance", "serve").LLMatcher
+        return self._checked(matcher.grammar_from_json_schema(json.dumps(schema)))
+
+    def regex(self, pattern: str) -> LibraryGrammar:
+        """Return the grammar of a regular expression.
+
+        Args:
+            pattern: The expression, which the whole answer matches.
+
+        Raises:
+            ValueError: It is none.
+        """
+        return self._checked(require("llguidance", "serve").LLMatcher.grammar_from_regex(pattern))
+
+    def choice(self, texts: Sequence[str]) -> LibraryGrammar:
+        """Return the grammar of one of several texts.
+
+        Args:
+            texts: The texts.
+
+        Raises:
+            ValueError: There are too many for the library.
+        """
+        matcher = require("llguidance", "serve").LLMatcher
+        lark = " | ".join(json.dumps(text) for text in texts)
+        return self._checked(matcher.grammar_from_lark(f"start: {lark}"))
+
+    def _checked(self, text: str) -> LibraryGrammar:
+        matcher = require("llguidance", "serve").LLMatcher
+        is_error, messages = matcher.validate_grammar_with_warnings(text, self._tokens)
+        if is_error:
+            raise ValueError(" ".join(messages))
+        return LibraryGrammar(self._tokens, text)
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        """The tokens as llguidance holds them; the last id is an end that no model draws."""
+        library = require("llguidance", "serve")
+        contents = [token_bytes(self._codec, token) for token in range(self._vocab_size)]
+        ends = [token for token in self._eos_ids if token < self._vocab_size]
+        contents.append(b"")
+        wrapper = library.TokenizerWrapper(_Vocabulary(contents, self._vocab_size))
+        eos = ends or [self._vocab_size]
+        return library.LLTokenizer(wrapper, n_vocab=len(contents), eos_token=eos)
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], eos_id: int):
+        self.tokens = tokens
+        self.eos_token_id = eos_id
+        self.special_token_ids = [token for token, content in enumerate(tokens) if not content]
+        self._by_content = {content: token for token, content in enumerate(tokens) if content}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return ids that spell a text, the longest token first."""
+        content = text.encode() if isinstance(text, str) else text
+        ids = []
+        longest = max(map(len, self._by_content), default=0)
+        while content:
+            sizes = range(min(longest, len(content)), 0, -1)
+            size = next((size for size in sizes if content[:size] in self._by_content), 0)
+            if not size:
+                break
+            ids.append(self._by_content[content[:size]])
+            content = content[size:]
+        return ids
