@@ -2,7 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies each group's own SwiGLU to rows sorted by group: the experts of a dropless MoE."""
 
-from pallas_kernels.grouped_swiglu.api import OPERATION, grouped_swiglu, reads_halves
+from pallas_kernels.grouped_swiglu.additions import Additions, LowRankFactors
+from pallas_kernels.grouped_swiglu.api import (
+    OPERATION,
+    adds_factors,
+    grouped_swiglu,
+    reads_halves,
+)
 from pallas_kernels.grouped_swiglu.residuals import HIDDEN
 
-__all__ = ["HIDDEN", "OPERATION", "grouped_swiglu", "reads_halves"]
+__all__ = [
+    "HIDDEN",
+    "OPERATION",
+    "Additions",
+    "LowRankFactors",
+    "adds_factors",
+    "grouped_swiglu",
+    "reads_halves",
+]

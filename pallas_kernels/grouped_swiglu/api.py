@@ -18,6 +18,9 @@ Either matrix may be quantised (`pallas_kernels.quantize`): gate_up along -3 and
 axes that the products sum over, or by one scale (`jax.vmap`: one per group). Rows stay floating,
 and meet the few bits as in `grouped_matmul`; quantised matrices are constants.
 
+A floating matrix may have a low-rank addition (`pallas_kernels/grouped_swiglu/additions.py`) where
+`adds_factors` says that the implementation multiplies with one.
+
 To add an implementation: `pallas_kernels/grouped_swiglu/<name>.py` with `grouped_swiglu` (without
 `implementation`), its line in `OPERATION` of `pallas_kernels/grouped_swiglu/api.py`, a row in
 `tests/pallas_kernels/grouped_swiglu/test_grouped_swiglu.py`.
@@ -33,6 +36,7 @@ from pallas_kernels.backend import Implementation, Operation
 from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.grouped_matmul.api import sizes_within
 from pallas_kernels.grouped_swiglu import reference, xla
+from pallas_kernels.grouped_swiglu.additions import NO_ADDITIONS, Additions
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
@@ -62,6 +66,7 @@ def grouped_swiglu(
     group_sizes: Int[Array, " G"],
     row_factors: Float[Array, " R"] | None = None,
     *,
+    additions: Additions = NO_ADDITIONS,
     down_is_turned: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "R k"]:
@@ -77,6 +82,7 @@ def grouped_swiglu(
         group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
         row_factors: Factor of the hidden units of each row, float32, such as the gate of its
             expert; None for 1. Those of rows past the last group are not read.
+        additions: Low-rank additions to floating matrices, for `adds_factors` implementations.
         down_is_turned: Whether `down` lies in memory with k before n, as matrices that are gathered
             along k do. The result is the same; kernels that can read both orders need no copy.
         implementation: Implementation to run; None picks the fastest that runs here.
@@ -94,6 +100,10 @@ def grouped_swiglu(
         if not reads_halves(implementation):
             gate_up = _join(*gate_up)
     _check(rows, joined, down, group_sizes)
+    options: dict[str, Any] = {}
+    if additions != NO_ADDITIONS:
+        _check_additions(additions, joined, down, implementation)
+        options["additions"] = additions
     if row_factors is not None and row_factors.shape != rows.shape[:1]:
         raise ValueError(
             f"grouped_swiglu: row_factors has shape {row_factors.shape}: give one for each of the"
@@ -107,7 +117,8 @@ def grouped_swiglu(
     if 0 in (*rows.shape, *joined.shape):
         return match_varying(jnp.zeros_like(rows), arrays)
     function = OPERATION.function(implementation, rows, gate_up)
-    return function(*match_varying(arrays, arrays), down_is_turned=down_is_turned)
+    arrays, options = match_varying((arrays, options), (arrays, options))
+    return function(*arrays, down_is_turned=down_is_turned, **options)
 
 
 def reads_halves(implementation: Implementation | None) -> bool:
@@ -117,6 +128,44 @@ def reads_halves(implementation: Implementation | None) -> bool:
         implementation: As for `grouped_swiglu`.
     """
     return OPERATION.choose(implementation).implementation == "pallas_tpu"
+
+
+def adds_factors(implementation: Implementation | None) -> bool:
+    """Return whether the implementation that runs multiplies with low-rank additions.
+
+    Args:
+        implementation: As for `grouped_swiglu`.
+    """
+    return OPERATION.choose(implementation).implementation in ("reference", "xla")
+
+
+def _check_additions(
+    additions: Additions, gate_up: Any, down: Any, implementation: Implementation | None
+) -> None:
+    if not adds_factors(implementation):
+        name = OPERATION.choose(implementation).implementation
+        raise ValueError(
+            f"grouped_swiglu: implementation {name!r} takes no additions: use xla or reference, or"
+            " multiply with the factors by grouped_matmul."
+        )
+    groups, width, _, hidden = gate_up.shape
+    shapes = {"gate_up": (groups, width, 2 * hidden), "down": (groups, hidden, width)}
+    for name, matrix in {"gate_up": gate_up, "down": down}.items():
+        factors = getattr(additions, name)
+        if factors is None:
+            continue
+        if isinstance(matrix, QuantizedArray):
+            raise ValueError(
+                f"grouped_swiglu: {name} is quantised and has an addition: multiply with the"
+                " factors by grouped_matmul."
+            )
+        rank = factors.down.shape[-1]
+        expected = (*shapes[name][:2], rank), (groups, rank, shapes[name][2])
+        if (factors.down.shape, factors.up.shape) != expected:
+            raise ValueError(
+                f"grouped_swiglu: the addition to {name} has factors {factors.down.shape} and"
+                f" {factors.up.shape}, which must be {expected[0]} and {expected[1]}."
+            )
 
 
 def _join(gate: Array, up: Array) -> Array:

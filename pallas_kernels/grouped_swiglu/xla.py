@@ -10,7 +10,7 @@
 Two calls of `grouped_matmul` with the activation between them would move the rows to their layout
 and back for each product, and keep five arrays of the size of h for the backward pass. Here the
 layout (`pallas_kernels/grouped_matmul/layout.py`) is made once, and only z of the head is kept; the
-overflow recomputes its z.
+overflow recomputes its z. Low-rank additions to a matrix are multiplied in the same layout.
 
 Quantised matrices go through the products of `grouped_matmul`, which dequantise one at a time.
 """
@@ -28,17 +28,13 @@ from pallas_kernels.grouped_matmul.layout import (
     RowBlock,
     add_to_matrix,
     lay_out,
-    matrix_of,
     over_blocks,
 )
 from pallas_kernels.grouped_matmul.products import grouped_matmul
 from pallas_kernels.grouped_matmul.xla import PRODUCTS
+from pallas_kernels.grouped_swiglu.additions import NO_ADDITIONS, AddedMatrix, Additions
 from pallas_kernels.grouped_swiglu.residuals import HIDDEN
 from pallas_kernels.quantized_array import QuantizedArray
-
-
-def _dot(equation: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
 def _activate(z: Array) -> Array:
@@ -50,15 +46,15 @@ def _gradients(
     rows: Float[Array, "G C k"],
     z: Array,
     d_out: Float[Array, "G C k"],
-    w_in: Float[Array, "G k z"],
-    w_out: Float[Array, "G n k"],
+    w_in: AddedMatrix,
+    w_out: AddedMatrix,
     factors: Float[Array, "G C 1"] | None,
-) -> tuple[Array, Array | None, Array, Array]:
+) -> tuple[Array, Array | None, AddedMatrix, AddedMatrix]:
     """Return the gradients of the rows (in their dtype), factors and both weights (f32)."""
     gate, up = jnp.split(z, 2, axis=-1)
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
-    d_inner = _dot("crk,cnk->crn", d_out, w_out).astype(z.dtype)
+    d_inner = w_out.times_transposed(d_out)
     inner = silu * up
     d_factors = None
     if factors is not None:
@@ -67,9 +63,8 @@ def _gradients(
         d_inner, inner = _times(d_inner, factors), _times(inner, factors)
     d_gate = d_inner * up * (sigmoid + silu * (1.0 - sigmoid))
     d_z = jnp.concatenate([d_gate, d_inner * silu], axis=-1)
-    d_rows = _dot("crz,ckz->crk", d_z, w_in).astype(z.dtype)
-    d_w_in, d_w_out = _dot("crk,crz->ckz", rows, d_z), _dot("crn,crk->cnk", inner, d_out)
-    return d_rows, d_factors, d_w_in, d_w_out
+    d_rows = w_in.times_transposed(d_z)
+    return d_rows, d_factors, w_in.gradient(rows, d_z), w_out.gradient(inner, d_out)
 
 
 def _times(hidden: Array, factors: Array | None) -> Array:
@@ -90,13 +85,16 @@ def grouped_swiglu(
     group_sizes: Int[Array, " G"],
     row_factors: Float[Array, " R"] | None = None,
     *,
+    additions: Additions = NO_ADDITIONS,
     down_is_turned: bool = False,
 ) -> Float[Array, "R k"]:
     """Return what `pallas_kernels.grouped_swiglu` returns."""
     del down_is_turned  # the compiler chooses the order
     factors = None if row_factors is None else row_factors[:, None]
-    if not any(isinstance(weights, QuantizedArray) for weights in (gate_up, down)):
-        return _in_one_layout(rows, gate_up, down, group_sizes, factors)
+    if not isinstance(gate_up, QuantizedArray) and not isinstance(down, QuantizedArray):
+        w_in = AddedMatrix.of_factors(_flat(gate_up), additions.gate_up)
+        w_out = AddedMatrix.of_factors(down, additions.down)
+        return _in_one_layout(rows, w_in, w_out, group_sizes, factors)
     w_in = jax.tree.map(_flat, gate_up)
     if isinstance(w_in, QuantizedArray):
         w_in = dataclasses.replace(w_in, axis=None if w_in.axis is None else -2)
@@ -108,30 +106,26 @@ def grouped_swiglu(
 @jax.custom_vjp
 def _in_one_layout(
     rows: Float[Array, "R k"],
-    gate_up: Float[Array, "G k 2 n"],
-    down: Float[Array, "G n k"],
+    w_in: AddedMatrix,
+    w_out: AddedMatrix,
     group_sizes: Int[Array, " G"],
     factors: Float[Array, "R 1"] | None,
 ) -> Float[Array, "R k"]:
-    return _forward(rows, gate_up, down, group_sizes, factors)[0]
+    return _forward(rows, w_in, w_out, group_sizes, factors)[0]
 
 
-def _forward(rows, gate_up, down, group_sizes, factors):
+def _forward(rows, w_in, w_out, group_sizes, factors):
     layout = lay_out(rows.shape[0], group_sizes)
-    w_in = _flat(gate_up)
-
-    def project(x: Array, matrices: Array) -> Array:
-        return _dot("crk,ckz->crz", x, matrices).astype(rows.dtype)
 
     def add_block(out: Array, group: Array, block: RowBlock) -> Array:
-        z = project(block.of(rows)[None], matrix_of(w_in, group))
+        z = w_in.of(group).times(block.of(rows)[None])
         hidden = _times(_activate(z), _of(lambda x: block.of(x)[None], factors))
-        return block.put(out, project(hidden, matrix_of(down, group))[0])
+        return block.put(out, w_out.of(group).times(hidden)[0])
 
-    z = checkpoint_name(project(layout.head_of(rows), w_in), HIDDEN)
-    out = layout.rows_of(project(_times(_activate(z), _of(layout.head_of, factors)), down))
+    z = checkpoint_name(w_in.times(layout.head_of(rows)), HIDDEN)
+    out = layout.rows_of(w_out.times(_times(_activate(z), _of(layout.head_of, factors))))
     out = over_blocks(layout, add_block, out)
-    return out, (rows, z, gate_up, down, group_sizes, factors)
+    return out, (rows, z, w_in, w_out, group_sizes, factors)
 
 
 def _of(select: Callable[[Array], Array], factors: Array | None) -> Array | None:
@@ -140,14 +134,13 @@ def _of(select: Callable[[Array], Array], factors: Array | None) -> Array | None
 
 
 def _backward(residuals, d_out):
-    rows, z, gate_up, down, group_sizes, factors = residuals
+    rows, z, w_in, w_out, group_sizes, factors = residuals
     layout = lay_out(rows.shape[0], group_sizes)
-    w_in = _flat(gate_up)
 
     def add_block(sums: tuple[Any, ...], group: Array, block: RowBlock) -> tuple[Any, ...]:
         block_rows = block.of(rows)[None]
-        matrices = (matrix_of(w_in, group), matrix_of(down, group))
-        z = _dot("crk,ckz->crz", block_rows, matrices[0]).astype(rows.dtype)
+        matrices = (w_in.of(group), w_out.of(group))
+        z = matrices[0].times(block_rows)
         own_factors = _of(lambda x: block.of(x)[None], factors)
         d_out_new = block.new_of(d_out)[None]
         d_rows, d_factors, *d_matrices = _gradients(
@@ -162,7 +155,7 @@ def _backward(residuals, d_out):
         return (
             put(sums[0], d_rows),
             None if d_factors is None else put(sums[1], d_factors),
-            *(add_to_matrix(s, group, d) for s, d in zip(sums[2:], d_matrices, strict=True)),
+            *(_add_to(total, group, d) for total, d in zip(sums[2:], d_matrices, strict=True)),
         )
 
     # Both heads are masked: rows past the last group may be NaN.
@@ -171,13 +164,21 @@ def _backward(residuals, d_out):
         z,
         layout.head_of(d_out),
         w_in,
-        down,
+        w_out,
         _of(layout.head_of, factors),
     )
     d_factors = _of(layout.rows_of, d_factors)
     sums = over_blocks(layout, add_block, (layout.rows_of(d_rows), d_factors, *d_weights))
-    d_gate_up = sums[2].reshape(gate_up.shape).astype(gate_up.dtype)
-    return sums[0], d_gate_up, sums[3].astype(down.dtype), None, sums[1]
+    d_in, d_out_matrix = (
+        jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), total, matrix)
+        for total, matrix in zip(sums[2:], (w_in, w_out), strict=True)
+    )
+    return sums[0], d_in, d_out_matrix, None, sums[1]
+
+
+def _add_to(total: AddedMatrix, group: Array, part: AddedMatrix) -> AddedMatrix:
+    """Add the gradient of one group's matrix."""
+    return jax.tree.map(lambda sums, leaf: add_to_matrix(sums, group, leaf), total, part)
 
 
 _in_one_layout.defvjp(_forward, _backward)

@@ -206,6 +206,14 @@ class LowRank:
             " gives no weights for them: leave its roles out of model.adapter.targets.roles"
         )
 
+    @property
+    def flat_factors(self) -> tuple[Float[Array, "G k r"], Float[Array, "G r n"]]:
+        """A and B of the matrices of groups, inputs and outputs each as one dimension."""
+        groups = self.down.shape[0]
+        rank = self.down.shape[-1]
+        down = self.down.reshape(groups, math.prod(self.down.shape[1:-1]), rank)
+        return down, self.up.reshape(groups, rank, math.prod(self.up.shape[2:]))
+
     def added_to_groups(
         self,
         y: Float[Array, "R n"],
@@ -221,10 +229,7 @@ class LowRank:
             group_sizes: Number of rows of each group.
             implementation: Implementation of `grouped_matmul`.
         """
-        groups = self.down.shape[0]
-        rank = self.down.shape[-1]
-        down = self.down.reshape(groups, math.prod(self.down.shape[1:-1]), rank)
-        up = self.up.reshape(groups, rank, math.prod(self.up.shape[2:]))
+        down, up = self.flat_factors
         narrow = grouped_matmul(rows, down, group_sizes, implementation=implementation)
         wide = grouped_matmul(narrow, up, group_sizes, implementation=implementation)
         return y + self.scale.astype(y.dtype) * wide

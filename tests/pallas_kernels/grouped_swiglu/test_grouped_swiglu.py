@@ -20,7 +20,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import OPERATIONS, QuantizedArray, dequantize, grouped_swiglu, quantize
+from pallas_kernels.backend import tpu_kernels_run
 from pallas_kernels.grouped_matmul import layout
+from pallas_kernels.grouped_swiglu import Additions, LowRankFactors
 from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import CASES, TOLERANCES
 
 IMPLEMENTATIONS = ("xla",)  # and those for TPUs and GPUs, in files of their own
@@ -113,6 +115,63 @@ def test_parity(implementation, case, small_blocks):
     used = int(inputs[3].sum())
     for x in (*actual[:2], *expected[:2]):
         assert not np.any(x[used:]), "rows past the last group must be exactly 0"
+
+
+def _factors(shape, rank, seed):
+    """An addition to matrices [G k n], not small beside them."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    groups, width, outputs = shape
+    down = jax.random.normal(keys[0], (groups, width, rank))
+    up = 0.5 * jax.random.normal(keys[1], (groups, rank, outputs))
+    return LowRankFactors(down, up, jnp.float32(0.7))
+
+
+@pytest.mark.rows(6)
+@pytest.mark.parametrize("where", ("both", "gate_up", "down"))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_additions(implementation, case, where, small_blocks):
+    """Low-rank additions equal the sums of the matrices, with the gradients of every array."""
+    rows, gate_up, down, group_sizes, d_out = _inputs(*CASES[case])
+    groups = len(group_sizes)
+    additions = Additions(
+        gate_up=_factors((groups, WIDTH, 2 * HIDDEN), 2, 1) if where != "down" else None,
+        down=_factors((groups, HIDDEN, WIDTH), 3, 2) if where != "gate_up" else None,
+    )
+    factors = jax.random.normal(jax.random.key(3), rows.shape[:1])
+
+    def values(implementation):
+        def value(rows, gate_up, down, factors, additions):
+            arrays = (rows, gate_up, down, group_sizes, factors)
+            return grouped_swiglu(*arrays, additions=additions, implementation=implementation)
+
+        out, pull = jax.vjp(value, rows, gate_up, down, factors, additions)
+        return out, *pull(d_out)
+
+    compiled = jax.jit(
+        values,
+        static_argnums=0,
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    actual, expected = (jax.tree.leaves(compiled(name)) for name in (implementation, "reference"))
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, **TOLERANCES["float32"])
+    assert not np.any(actual[0][int(group_sizes.sum()) :])
+
+
+def test_additions_that_do_not_fit_are_refused():
+    rows, gate_up, down, group_sizes, _ = _inputs(*CASES["skewed"])
+    groups = len(group_sizes)
+    factors = _factors((groups, HIDDEN, WIDTH), 2, 1)
+    call = functools.partial(grouped_swiglu, rows, gate_up, down, group_sizes)
+    with pytest.raises(ValueError, match="must be .* and"):
+        call(additions=Additions(gate_up=factors))
+    refused = pytest.raises(ValueError, match="takes no additions: use xla or reference")
+    with tpu_kernels_run(), refused:
+        call(additions=Additions(down=factors), implementation="pallas_tpu")
+    quantised = quantize(down, "int8", axis=-2)
+    with pytest.raises(ValueError, match="quantised and has an addition"):
+        grouped_swiglu(rows, gate_up, quantised, group_sizes, additions=Additions(down=factors))
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.declarations import Declaration, as_factor, declare_matrix
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
-from pallas_kernels.grouped_swiglu import HIDDEN
+from pallas_kernels.grouped_swiglu import HIDDEN, Additions, LowRankFactors, adds_factors
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded
@@ -126,15 +126,17 @@ def apply_experts(
     down: Any = as_factor(weights["down"], rows.dtype)
     is_floating = isinstance(gate_up, QuantizedArray) and activations is None
     is_fused = is_floating or not isinstance(gate_up, Packed)
-    if is_fused and not any(isinstance(weight, LowRank) for weight in (gate_up, down)):
-        fused: Any = gate_up
+    if any(isinstance(weight, LowRank) for weight in (gate_up, down)):
+        is_fused = all(map(_is_added_here, (gate_up, down))) and adds_factors(implementation)
+    if is_fused:
         return grouped_swiglu(
             rows,
-            fused,
-            cast(Any, down),
+            _without_addition(gate_up),
+            _without_addition(down),
             group_sizes,
             gates,
             down_is_turned=gathers_width,
+            additions=Additions(_factors_of(gate_up), _factors_of(down)),
             implementation=implementation,
         )
 
@@ -152,6 +154,24 @@ def apply_experts(
     hidden = [checkpoint_name(multiply(rows, part), HIDDEN) for part in parts]
     gate, up = hidden if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=-1)
     return multiply(_activate(gate, up, gates), down)
+
+
+def _is_added_here(weight: Any) -> bool:
+    """Return whether `grouped_swiglu` can multiply with a matrix and its addition."""
+    if isinstance(weight, LowRank):
+        return weight.mix is None and isinstance(weight.weight, jax.Array)
+    return isinstance(weight, jax.Array)
+
+
+def _without_addition(weight: Any) -> Any:
+    return weight.weight if isinstance(weight, LowRank) else weight
+
+
+def _factors_of(weight: Any) -> LowRankFactors | None:
+    """Return the addition to a matrix with flat inputs and outputs; None without one."""
+    return (
+        LowRankFactors(*weight.flat_factors, weight.scale) if isinstance(weight, LowRank) else None
+    )
 
 
 def _activate(
