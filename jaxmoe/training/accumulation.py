@@ -224,6 +224,18 @@ def split_rows(rows: Array, accumulation: int, placement: Placement) -> Array:
     return placement.place(micro, (None, ax.ACT_BATCH) + (None,) * (micro.ndim - 2))
 
 
+def join_rows(parts: Array, placement: Placement) -> Array:
+    """Undo `split_rows`.
+
+    Args:
+        parts: [accumulation B/accumulation ...].
+        placement: Layout of the rows.
+    """
+    strided = jnp.moveaxis(parts, 0, 1)
+    rows = strided.reshape(-1, *parts.shape[2:])
+    return placement.place(rows, (ax.ACT_BATCH,) + (None,) * (rows.ndim - 1))
+
+
 def accumulation_of(rows: int, batch_size: int, accumulation: int) -> int:
     """Return the micro-batches of `rows` rows, none larger than those of a full batch."""
     return -(-accumulation * rows // batch_size)

@@ -32,6 +32,7 @@ from jaxmoe.routing.balancers.base import of_weights
 from jaxmoe.routing.replay import EXPERTS, check_replayed
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import NextTokenConfig, Objective
+from jaxmoe.training.accumulation import join_rows, split_rows
 from jaxmoe.training.cross_entropy import TokenPrediction, chunk_length, chunked_loss, token_nll
 from jaxmoe.training.objective import TokenGiven
 from sharding import axes as ax
@@ -113,6 +114,7 @@ def token_log_probs(
     *,
     objective: Objective,
     router_state: Any = None,
+    micro_rows: int | None = None,
 ) -> Float[Array, "B S"]:
     """Return the log-probability of each target, as a training pass without noise computes it.
 
@@ -123,7 +125,26 @@ def token_log_probs(
         batch: Rows.
         objective: Range of the predictions.
         router_state: State of the routers.
+        micro_rows: Rows of a micro-batch, one after the other; all at once when None.
+
+    Raises:
+        ValueError: `micro_rows` does not divide the rows.
     """
+    rows = batch.tokens.shape[0]
+    if micro_rows is not None and micro_rows != rows:
+        if rows % micro_rows:
+            raise ValueError(f"micro_rows={micro_rows} must divide the batch of {rows} sequences")
+        divide = partial(split_rows, accumulation=rows // micro_rows, placement=execution.placement)
+        log_probs_of = partial(
+            token_log_probs,
+            model,
+            execution,
+            params,
+            objective=objective,
+            router_state=router_state,
+        )
+        parts = jax.lax.map(log_probs_of, jax.tree.map(divide, batch))
+        return join_rows(parts, execution.placement)
     batch, order = lay_out_batch(batch, model, execution)
     if model.adapter is not None:
         params = viewed_outside(model.adapter, params, [scan.name for scan in model.scans])

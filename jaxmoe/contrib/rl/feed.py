@@ -44,9 +44,11 @@ from jaxmoe.errors import EndRunError, JaxmoeError
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import separator_of
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing.replay import EXPERTS, why_not_replayed
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.provenance.saved import imported_ends
+from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.serve.device.pages import why_not_served
 from jaxmoe.tracking.tracker import (
     AHEAD,
@@ -82,6 +84,8 @@ class Learner:
     """Predictions of a row, S."""
     seed: int
     """Seed of the run."""
+    accumulation: int = 1
+    """Micro-batches of an update."""
 
     @classmethod
     def of(cls, plan: Any, execution: ExecutionConfig, mesh: Mesh) -> Learner:
@@ -101,7 +105,13 @@ class Learner:
             mesh=mesh,
             length=config.training.sequence_length,
             seed=config.training.seed,
+            accumulation=config.training.accumulation,
         )
+
+    @property
+    def micro_rows(self) -> int:
+        """Answers of a micro-batch of an update."""
+        return self.config.num_answers // self.config.minibatches // self.accumulation
 
     def example(self) -> Batch:
         """Return a batch on the devices, of the shapes of the batches of all updates."""
@@ -256,13 +266,16 @@ class RolloutFeed(Feed):
             self._log = log
             self._reference: tuple[Any, Any] | None = None
             if learner.objective.beta:
-                state = first_state()
-                self._reference = state.params, state.router_state
+                self._reference = self._reference_of(first_state())
             sync = learner.config.sync
             self._engine_params = None if sync == "copy" else EngineParameters(sync)
             self._log_probs = jax.jit(
                 functools.partial(
-                    token_log_probs, learner.model, learner.execution, objective=learner.objective
+                    token_log_probs,
+                    learner.model,
+                    learner.execution,
+                    objective=learner.objective,
+                    micro_rows=learner.micro_rows,
                 )
             )
             yield
@@ -357,6 +370,22 @@ class RolloutFeed(Feed):
             step_metrics.append(metrics)
         return state, _together(step_metrics), cut / max(read, 1)
 
+    @functools.cached_property
+    def _table(self) -> ParameterTable:
+        return parameter_table(self._learner.model)
+
+    @property
+    def _moves_base(self) -> bool:
+        """Whether frozen parameters change."""
+        adapter = self._learner.model.adapter
+        return adapter is not None and adapter.moves_base
+
+    def _reference_of(self, state: TrainState) -> tuple[Any, Any]:
+        """Return what a model has beside the one in training: parameters, without the frozen ones,
+        and state of the routers."""
+        params = state.params if self._moves_base else self._table.select_trained(state.params)
+        return params, state.router_state
+
     def _prepare(self, state: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Return the batch with what the objective reads, and measures of its tokens."""
         config = self._learner.config
@@ -382,7 +411,11 @@ class RolloutFeed(Feed):
             if config.truncation is not None:
                 extra[SAMPLER_WEIGHTS] = np.minimum(ratio, np.float32(config.truncation))
         if self._reference is not None:
-            extra[REFERENCE] = reference = log_probs(*self._reference)
+            trained, router_state = self._reference
+            params = trained
+            if not self._moves_base:
+                params = self._table.merge(trained, state.params)
+            extra[REFERENCE] = reference = log_probs(params, router_state)
             measures[DIVERGENCE] = float(k3(reference, current)[is_read].mean())
         return dataclasses.replace(batch, extra=extra), measures
 

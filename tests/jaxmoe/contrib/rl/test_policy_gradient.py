@@ -3,6 +3,7 @@
 """Policy gradients: loss and gradient are those of GRPO with loops, and have its properties."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -217,6 +218,35 @@ def test_log_probs_are_those_that_the_loss_reads(rows):
     plain = dataclasses.replace(batch, extra={})
     nll, _ = forward_and_nll(MODEL, ExecutionConfig(), params, plain, objective=objective)
     np.testing.assert_allclose(-np.sum(found * batch.loss_weights), nll, rtol=1e-6)
+
+
+def test_log_probs_of_micro_batches_are_those_of_the_batch_in_less_memory(rows):
+    """One micro-batch of 16 after the other, and the same numbers."""
+    params, batch = rows
+    micro_rows = batch.tokens.shape[0]
+    batch = jax.tree.map(lambda x: jnp.tile(x, (16,) + (1,) * (x.ndim - 1)), batch)
+
+    def log_probs(micro_rows):
+        return (
+            jax.jit(
+                functools.partial(
+                    token_log_probs,
+                    MODEL,
+                    ExecutionConfig(),
+                    objective=PolicyGradientConfig(),
+                    micro_rows=micro_rows,
+                )
+            )
+            .lower(params, batch)
+            .compile()
+        )
+
+    whole, parts = log_probs(None), log_probs(micro_rows)
+    np.testing.assert_allclose(parts(params, batch), whole(params, batch), rtol=1e-5, atol=1e-5)
+    temporaries = [program.memory_analysis().temp_size_in_bytes for program in (parts, whole)]
+    assert temporaries[0] < 0.25 * temporaries[1]
+    with pytest.raises(ValueError, match="micro_rows=7 must divide the batch of"):
+        log_probs(7)
 
 
 @pytest.mark.slow
