@@ -38,7 +38,7 @@ class FinetuneBenchConfig(TrainingBenchConfig):
     """Sequences per step."""
     sequence_length: int = 256
     """Tokens of a sequence."""
-    unroll: int = 4
+    unroll: int = 1
     """Layers that our compiled step has side by side."""
     learning_rate: float = 1e-3
     """Learning rate of AdamW."""

@@ -28,11 +28,15 @@ from jaxmoe.errors import printable
 from sharding.distributed import start_processes
 
 _MALLOPT = {-1: -1, -2: 64 * 2**20, -4: 0, -8: 1}
-"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX.
+"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX.
 
 XLA on the CPU frees its temporary buffer after every step; by default glibc returns it to the
 kernel and faults it in again page by page.
 """
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+"""JAX's event at the end of a compilation."""
+_LONG_COMPILATION = 1.0
+"""Seconds of a compilation whose memory is worth returning."""
 
 
 def start_process(
@@ -135,12 +139,26 @@ class _Printed(logging.Handler):
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; return False without glibc."""
+    """Make glibc keep freed memory for the next step; return False without glibc.
+
+    What a compilation has freed, hundreds of megabytes, returns to the kernel: no step needs it.
+    """
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
+        mallopt = libc.mallopt
+        trim = libc.malloc_trim
     except (OSError, AttributeError):
         return False
-    return all(mallopt(option, value) == 1 for option, value in _MALLOPT.items())
+
+    def end_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del kwargs
+        if event == _COMPILED and duration_secs > _LONG_COMPILATION:
+            trim(0)
+
+    if not all(mallopt(option, value) == 1 for option, value in _MALLOPT.items()):
+        return False
+    jax.monitoring.register_event_duration_secs_listener(end_compilation)
+    return True
 
 
 _LIBRARY = "libjax_common.so"

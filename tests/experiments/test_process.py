@@ -65,6 +65,43 @@ def test_commands_are_silent_about_libtpu_where_no_tpu_is():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is an allocator of Linux")
+def test_memory_of_a_compilation_returns_and_that_of_a_step_stays():
+    """64 MB that a process has freed below something that it holds."""
+    program = """
+import ctypes
+import jax
+from experiments.cli import process
+
+assert process.keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+blocks = [ctypes.c_void_p(libc.malloc(ctypes.c_size_t(2**20))) for _ in range(65)]
+for block in blocks:
+    ctypes.memset(block, 1, 2**20)
+
+def resident():
+    with open("/proc/self/statm") as figures:
+        return int(figures.read().split()[1]) * 4096 // 2**20
+
+sizes = [resident()]
+for block in blocks[:-1]:
+    libc.free(block)
+sizes.append(resident())
+for seconds in (0.1, 30.0):
+    jax.monitoring.record_event_duration_secs(process._COMPILED, seconds)
+    sizes.append(resident())
+print(*sizes)
+"""
+    root = pathlib.Path(__file__).parents[2]
+    output = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+    before, freed, short, long = map(int, output.split())
+    assert before - 4 <= freed <= before and before - 4 <= short <= before
+    assert long < before - 60
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
