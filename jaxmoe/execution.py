@@ -42,6 +42,15 @@ _ONE_GROUP_A_STAGE = InterleavedConfig()
 Remat = Literal["none", "dots", "kernels", "attention", "full", "offload"]
 
 
+def keeps_attention(remat: Remat) -> bool:
+    """Return whether the backward pass finds the results of attention.
+
+    Args:
+        remat: Rematerialisation of a layer.
+    """
+    return remat not in ("full", "offload")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
     """State of the optimiser, and parameters, that wait outside of device memory."""

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from jax.sharding import PartitionSpec
 
-from jaxmoe.execution import ExecutionConfig, Remat
+from jaxmoe.execution import ExecutionConfig, Remat, keeps_attention
 from jaxmoe.models.flops import flops_per_token, matmul_parameters, stack_mixing_flops
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec, ParameterTable
@@ -94,8 +94,7 @@ class StackFlops:
             return 0.0
         products = 0.0 if remat == "dots" else self.products
         experts = 0.0 if remat in ("dots", "kernels") else self.experts * 2 / 3
-        keeps_attention = remat in ("dots", "kernels", "attention")
-        mixing = 0.0 if keeps_attention and not self.is_recurrent else self.mixing
+        mixing = 0.0 if keeps_attention(remat) and not self.is_recurrent else self.mixing
         return (products + experts + mixing) / 3
 
 

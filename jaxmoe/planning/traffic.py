@@ -22,12 +22,13 @@ With n devices along the axes, W the bytes of the whole array and f = (n - 1) / 
     chunks       layers to the stages of their chunks    2 f W        once per step
 
 Recomputation under remat sends rows once more, as dispatchers that do not keep them do, and gathers
-weights that are otherwise kept for the backward pass. Layers are passed through as often as
-`jaxmoe/planning/pipelines.py` counts, idle ticks included; layouts that gather once a step do so
-whatever the number of micro-batches. Messages are counted as in rings: n - 1 each way, and once for
-all gradients of a layer that are all-reduced over the same copies, which XLA combines. Sources:
-Megatron-LM (arXiv 2104.04473), ZeRO (arXiv 1910.02054), sections on communication. Sums over router
-statistics and norms (kilobytes) are left out.
+weights that are otherwise kept for the backward pass. Where it keeps the results of attention, a
+ring sends nothing once more; forms that exchange heads or gather keys beside the kernel do. Layers
+are passed through as often as `jaxmoe/planning/pipelines.py` counts, idle ticks included; layouts
+that gather once a step do so whatever the number of micro-batches. Messages are counted as in
+rings: n - 1 each way, and once for all gradients of a layer that are all-reduced over the same
+copies, which XLA combines. Sources: Megatron-LM (arXiv 2104.04473), ZeRO (arXiv 1910.02054),
+sections on communication. Sums over router statistics and norms (kilobytes) are left out.
 
 Bytes of each form of attention: `sharding/sequence_parallel/traffic.py`.
 
@@ -46,6 +47,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from jaxmoe.execution import keeps_attention
 from jaxmoe.layers.context import heads_of
 from jaxmoe.layers.sequences import choose_form
 from jaxmoe.models.stacks import LayerStack
@@ -54,7 +56,7 @@ from jaxmoe.planning.device_layout import ParameterShares
 from jaxmoe.planning.pipelines import Passes, counts
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
-from sharding.sequence_parallel.traffic import sent_bytes
+from sharding.sequence_parallel.traffic import repeated_bytes, sent_bytes
 
 Times = Literal["gathers", "once", "reductions"]
 HIDEABLE = ("weights", "gradients", "gradients of copies")
@@ -258,12 +260,19 @@ def _attention(sizes: Sizes) -> Iterator[Traffic]:
         if heads is None:
             continue
         attention = sizes.attention(heads)
-        backward = sizes.stack_passes(stack).trained
+        passes = sizes.stack_passes(stack)
+        remat = sizes.remat(stack)
+        is_kept = keeps_attention(remat)
+        again = 0.0 if remat == "none" else passes.trained
+        forward = passes.forward + passes.trained + (0.0 if is_kept else again)
         total = 0.0
         number = 0.0
-        for times, is_backward in ((_forward(sizes, stack), False), (backward, True)):
+        for times, is_backward in ((forward, False), (passes.trained, True)):
             total += times * sent_bytes(form, attention, is_backward=is_backward)
             number += times * form.num_messages(attention, is_backward=is_backward)
+        if is_kept:
+            total += again * repeated_bytes(form, attention)
+            number += again * form.num_repeated(attention)
         yield Traffic(
             reason="attention", axes=axes, num_devices=attention.ranks, bytes=total, messages=number
         )

@@ -172,6 +172,25 @@ class SequenceForm(SequenceParallelism):
         del sizes, is_backward
         return iter(())
 
+    def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
+        """Yield the forward messages that a backward pass sends again where it computes a layer
+        again, and only finds the results of its attention kernel (`name_results`).
+
+        All of them, where queries and keys travel before the kernel, or its results after it.
+
+        Args:
+            sizes: Sizes of the attention layer.
+        """
+        return self.messages(sizes, is_backward=False)
+
+    def num_repeated(self, sizes: AttentionSizes) -> int:
+        """Return the messages of `repeated_messages`, counted as by `num_messages`.
+
+        Args:
+            sizes: Sizes of the attention layer.
+        """
+        return self.num_messages(sizes, is_backward=False)
+
     def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
         """Return the messages that a rank sends in one layer, counting each of its arrays.
 

@@ -82,6 +82,16 @@ class RingConfig(SequenceForm):
         arguments = ring_arguments(self, inputs, axis)
         return ring_attention(*inputs[:3], directions=self.directions, **arguments)
 
+    def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
+        """Yield nothing: keys and values travel in the kernel."""
+        del sizes
+        return iter(())
+
+    def num_repeated(self, sizes: AttentionSizes) -> int:
+        """Return 0."""
+        del sizes
+        return 0
+
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         form, reach = self._schedule_form(sizes)
         schedule = make_schedule(sizes.ranks, form, directions=self.directions, reach=reach)

@@ -55,6 +55,16 @@ class TokenRingConfig(SequenceForm):
         out = token_ring_attention(*inputs[:3], form=self.form, **arguments)
         return out, observe_gathered(inputs, self)
 
+    def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
+        """Yield nothing: queries and results travel in the kernel."""
+        del sizes
+        return iter(())
+
+    def num_repeated(self, sizes: AttentionSizes) -> int:
+        """Return 0."""
+        del sizes
+        return 0
+
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         visits: Visits = "every"
         if sizes.is_causal:

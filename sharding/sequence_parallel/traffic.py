@@ -46,6 +46,18 @@ def sent_bytes(form: SequenceForm, sizes: AttentionSizes, *, is_backward: bool) 
     return sum(message.bytes * len(message.pairs) for message in messages) / sizes.ranks
 
 
+def repeated_bytes(form: SequenceForm, sizes: AttentionSizes) -> float:
+    """Return the bytes that a rank sends again in one layer that is computed again, with the
+    results of its attention kept; averaged over ranks.
+
+    Args:
+        form: Form of sequence parallelism.
+        sizes: Sizes of the attention layer.
+    """
+    messages = form.repeated_messages(sizes)
+    return sum(message.bytes * len(message.pairs) for message in messages) / sizes.ranks
+
+
 def busiest_link(
     form: SequenceForm, sizes: AttentionSizes, links: Links, *, is_backward: bool
 ) -> float:

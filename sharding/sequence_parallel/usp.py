@@ -123,21 +123,35 @@ class UlyssesRingConfig(SequenceForm):
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         """Yield exchanges within groups of neighbours, and rings across groups."""
+        yield from self._exchanges(sizes, is_backward)
         inner = self.ulysses
-        groups = range(sizes.ranks // self.ulysses)
-        members = range(inner)
+        groups = sizes.ranks // inner
+        ring = dataclasses.replace(sizes, ranks=groups, sequences=sizes.sequences / inner)
+        for message in self.ring.messages(ring, is_backward=is_backward):
+            pairs = ((i * inner + u, j * inner + u) for u in range(inner) for i, j in message.pairs)
+            yield RingMessage(message.bytes, tuple(pairs))
+
+    def _exchanges(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
+        """Yield exchanges within groups of neighbours."""
+        inner = self.ulysses
+        groups = range(sizes.ranks // inner)
         length = sizes.length // len(groups)
         part = dataclasses.replace(sizes, ranks=inner, length=length, is_causal=False)
         for message in UlyssesConfig().messages(part, is_backward=is_backward):
             pairs = ((g * inner + i, g * inner + j) for g in groups for i, j in message.pairs)
             yield RingMessage(message.bytes, tuple(pairs))
-        ring = dataclasses.replace(sizes, ranks=len(groups), sequences=sizes.sequences / inner)
-        for message in self.ring.messages(ring, is_backward=is_backward):
-            pairs = ((i * inner + u, j * inner + u) for u in members for i, j in message.pairs)
-            yield RingMessage(message.bytes, tuple(pairs))
+
+    def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
+        """Yield the exchanges within groups, which are before the ring and after it."""
+        return iter(()) if sizes.ranks == 1 else self._exchanges(sizes, False)
+
+    def num_repeated(self, sizes: AttentionSizes) -> int:
+        """Return four messages within the group."""
+        del sizes
+        return 4 * (self.ulysses - 1)
 
     def num_messages(self, sizes: AttentionSizes, *, is_backward: bool) -> int:
         """Return four messages within the group, and those of the ring."""
         groups = dataclasses.replace(sizes, ranks=sizes.ranks // self.ulysses)
         ring = self.ring.num_messages(groups, is_backward=is_backward)
-        return 4 * (self.ulysses - 1) + ring
+        return self.num_repeated(sizes) + ring

@@ -3,17 +3,23 @@
 """Plans with sharded sequences: bytes of the links, traffic of a step, meshes."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
+from jaxmoe.execution import Remat
+from jaxmoe.planning.abstract_step import trace_step
 from jaxmoe.planning.attention_links import (
     by_ratio,
     crossover,
     direction_bandwidth,
     links_of,
 )
-from jaxmoe.planning.hardware import CHIPS
+from jaxmoe.planning.compile_ahead import topology_mesh
+from jaxmoe.planning.hardware import CHIPS, parse_topology
+from jaxmoe.planning.hlo import collectives
 from jaxmoe.planning.memory import estimate_memory
+from jaxmoe.planning.mesh_axes import axes_of_groups
 from jaxmoe.planning.search import enumerate_meshes, on_mesh, search
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.traffic import step_traffic
@@ -23,7 +29,9 @@ from sharding.sequence_parallel import (
     AttentionSizes,
     AutoSequenceParallelConfig,
     RingConfig,
+    TokenRingConfig,
     UlyssesConfig,
+    UlyssesRingConfig,
 )
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
 
@@ -72,6 +80,64 @@ def test_traffic_of_an_exchange_by_hand(remat, passes):
     assert found.bytes == passes * WIDE.num_layers * one_pass
     assert (found.axes, found.num_devices) == (("seq",), 2)
     assert found.messages == passes * WIDE.num_layers * 4
+
+
+FORMS = {
+    "ring": (RingConfig(), 2),
+    "token_ring": (TokenRingConfig(), 2),
+    "ulysses": (UlyssesConfig(), 3),
+    "all_gather": (AllGatherKVConfig(), 3),
+}
+"""Forms, and their passes where the results of attention are kept and the layer is not."""
+
+
+def _attention(name, remat, **fields):
+    plan = plan_of(WIDE, length=64, sequence_parallel=FORMS[name][0], remat=remat, **fields)
+    (entry,) = (entry for entry in step_traffic(plan) if entry.reason == "attention")
+    return plan, entry
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_results_of_attention_that_are_kept_are_not_sent_for_again(name):
+    """A ring's messages are in the kernel; other forms exchange heads or gather keys beside it."""
+    mesh = MeshConfig(data=2, seq=4)
+    sent = {remat: _attention(name, remat, mesh=mesh)[1] for remat in get_args(Remat)}
+    assert sent["offload"] == sent["full"] and sent["full"].bytes > sent["none"].bytes
+    assert sent["full"].messages > sent["none"].messages
+    same = "none" if FORMS[name][1] == 2 else "full"
+    for remat in ("dots", "kernels", "attention"):
+        assert sent[remat] == sent[same]
+
+
+def test_of_both_the_exchange_is_sent_again():
+    form = UlyssesRingConfig(ulysses=2)
+    sizes = AttentionSizes(num_heads=8, num_kv_heads=4, head_dim=64, length=512, ranks=4)
+    forward = list(form.messages(sizes, is_backward=False))
+    again = list(form.repeated_messages(sizes))
+    assert 0 < len(again) < len(forward) and again == forward[: len(again)]
+    assert 0 < form.num_repeated(sizes) < form.num_messages(sizes, is_backward=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "attention", "kernels"])
+@pytest.mark.parametrize("name", ["ring", "ulysses"])
+def test_compiled_steps_send_what_is_planned(name, remat):
+    """As many bytes along the axis of the positions. (Under full, the compiler of the CPU finds the
+    keys that the backward pass of a ring sends among those that are sent again.)"""
+    kind = {"ring": "collective-permute", "ulysses": "all-to-all"}[name]
+    plan, planned = _attention(name, remat, mesh=MeshConfig(data=2, seq=4))
+    mesh = topology_mesh(plan, parse_topology("cpu:8"))
+    program = trace_step(plan, mesh).lower().compile()
+    sent = 0.0
+    for collective in collectives(program.as_text()):
+        axes = axes_of_groups(collective.groups, dict(mesh.shape))
+        if collective.kind != kind or axes != ("seq",):
+            continue
+        assert collective.trip_count is not None
+        # Not every device is the source of a permute.
+        share = len(collective.groups) / 8 if kind == "collective-permute" else 1.0
+        sent += share * collective.trip_count * collective.wire_bytes
+    assert sent == pytest.approx(planned.bytes, rel=0.02)
 
 
 def test_a_ring_sends_float32_gradients():
