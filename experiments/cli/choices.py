@@ -55,7 +55,7 @@ def find_choices(config: Any, prefix: str = "") -> Iterator[FieldChoice]:
         members = _members(hint if items is None else items)
         if members and (len(options) > 1 or None not in config_classes(items or hint)):
             yield FieldChoice(path, members, items is not None, type(None) in options)
-        for index, item in enumerate(value if items is not None else ()):
+        for index, item in enumerate((value or ()) if items is not None else ()):
             if dataclasses.is_dataclass(item):
                 yield FieldChoice(f"{path}.{index}", members)
                 yield from find_choices(item, f"{path}.{index}.")

@@ -12,6 +12,8 @@ Each step draws groups of answers from the model as it is, scores them, and trai
 default (`--rl.epochs`), each time in one update (`--rl.minibatches`). Where all answers to all
 prompts have equal rewards, nothing changes.
 `--checkpoint.initial.path` gives model, tokenizer, held-out data and precision; flags change them.
+Prompts of a model that knows a chat template are turns of a conversation, and answers end where the
+model ends them; `--rl.template None` leaves prompts as they are, and `--rl.stop` names other ends.
 `reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
 `--training.objective.`; all parameters are trained without an adapter: by AdamW at 1e-4 or, where
 the model's parameterisation needs another optimiser, by the initial run's at a hundredth of its
@@ -30,7 +32,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.cli import flags
 from experiments.cli.continuation import named_fields
@@ -46,8 +50,10 @@ from experiments.finetune import (
 from experiments.pretrain import train
 from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
+from jaxmoe.data.chat import TemplateName
 from jaxmoe.optim import AdamWConfig
 from jaxmoe.run.config import PretrainConfig
+from jaxmoe.run.provenance.tokens import model_data, template_name
 from jaxmoe.training.guard import GuardConfig
 from jaxmoe.training.stopwatch import process_age
 
@@ -71,6 +77,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         start = rl_config(initial_of(arguments), _sizes(arguments))
     config = parse_tuning(start, arguments, prog, description)
     with flags.exit_on_bad_configuration():
+        config = with_template(config, named_fields(arguments))
         config = in_own_directory(config, "rl")
         config = with_fitting_optimizer(config, arguments, RATE_SHARE)
     return train(
@@ -105,10 +112,37 @@ def rl_config(initial: str | None, rl: RolloutsConfig) -> PretrainConfig:
         config,
         model=dataclasses.replace(config.model, adapter=None),
         training=training,
-        rl=rl,
+        rl=dataclasses.replace(rl, template=_template(config.checkpoint.initial_path)),
         evaluation=dataclasses.replace(config.evaluation, batch_size=config.held_out_batch_size),
         optimizer=AdamWConfig(learning_rate=LEARNING_RATE),
     )
+
+
+def with_template(config: PretrainConfig, fields: frozenset[str]) -> PretrainConfig:
+    """Return the configuration with the chat template of a tokenizer that was named, if any.
+
+    Says how prompts are written.
+
+    Args:
+        config: Configuration after all flags.
+        fields: Fields that the command line names.
+    """
+    rollouts: Any = config.rl
+    if "data.tokenizer" in fields and "rl.template" not in fields:
+        rollouts = dataclasses.replace(rollouts, template=template_name(config.data))
+    if rollouts.template is not None:
+        print(
+            f"note: prompts are turns of a conversation, rl.template={rollouts.template}; --rl."
+            "template None leaves them as they are",
+            file=sys.stderr,
+            flush=True,
+        )
+    return dataclasses.replace(config, rl=rollouts)
+
+
+def _template(path: str | None) -> TemplateName | None:
+    """Return how the conversations of the initial model are written."""
+    return None if path is None else template_name(model_data(path))
 
 
 def _long(word: str) -> str:

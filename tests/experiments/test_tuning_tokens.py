@@ -11,15 +11,21 @@ import types
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from experiments import finetune
+from experiments.cli.flags import ExitCode
 from experiments.recipes.tiny import tiny
 from experiments.rl import __main__ as rl
 from jaxmoe.configs import to_json
 from jaxmoe.contrib.rl.config import RolloutsConfig
+from jaxmoe.contrib.rl.rewards import ArithmeticConfig
+from jaxmoe.contrib.rl.rollouts import Rollouts
+from jaxmoe.contrib.rl.turns import TurnCodec
 from jaxmoe.data import ChatConfig, CorpusConfig, FilesConfig, Loader, MarkovConfig
 from jaxmoe.data.chat import Message, TemplateName, render, template_of
 from jaxmoe.data.chat.tokenizer_template import read_template
+from jaxmoe.data.text_only import build_text
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig, SubwordTokenizer, TrainedConfig
 from jaxmoe.data.tokenizer.subword import SEPARATOR
 from jaxmoe.run.assemble import assemble
@@ -169,6 +175,55 @@ def test_the_first_batch_has_the_ids_of_the_models_tokenizer(
         assert all(any(tuple(ids[:3]) == document[:3] for document in wanted) for ids in found)
 
 
+PROMPTS = {
+    "bytes": None,
+    "a trained vocabulary": None,
+    "a tokenizer that has moved": None,
+    "conversations of bytes": "User:\n17+5=\n\nAssistant:\n",
+    "conversations": "<|im_start|>user\n17+5=<|im_end|>\n<|im_start|>assistant\n",
+    "Hugging Face": f"<user>17+5={END}",
+    "Hugging Face with a begin": f"<user>17+5={END}",
+}
+"""What stands before an answer to 17+5= of models that know a chat template."""
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_of_rl_are_turns_where_the_model_knows_a_template(name, models):
+    """The ids are those of the tokenizers package, or bytes, of texts that are written out here."""
+    config = parsed(models / name, start=rl_start)
+    assert config.rl.template == {None: None}.get(PROMPTS[name], TEMPLATES.get(name, "chatml"))
+    assert parsed(models / name, "--rl.template", "None", start=rl_start).rl.template is None
+    if (text := PROMPTS[name]) is None:
+        assert config.rl.stops == ("\n",)
+        return
+    assert config.rl.stops == ()
+    place = models / name if name in MODELS else models / name / "tokenizer"
+    if "bytes" in name:
+        wanted = [0, *text.encode()]
+        end = 0
+    else:
+        plain = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
+        end = plain.token_to_id(ENDS[name])
+        begin = [] if name in MODELS else [end]
+        wanted = begin + plain.encode(text, add_special_tokens=False).ids
+    source = build_text(config.data, 0)
+    turns = TurnCodec.of(source, config.data.tokenizer, config.rl.template)
+    np.testing.assert_array_equal(turns.encode("17+5="), wanted)
+    # Marks that are no token of the vocabulary end an answer as text.
+    of_model = ((end,), (END,)) if name in MODELS else ((end,), ())
+    assert turns.ends == (((), ("<|im_end|>",)) if name == "conversations" else of_model)
+
+
+def test_a_template_without_text_and_a_prompt_that_spells_control_are_refused(models):
+    source = MarkovConfig().build(0)
+    with pytest.raises(ValueError, match="tokens of this run have none: set rl.template to None"):
+        TurnCodec.of(source, None, "chatml")
+    config = parsed(models / "Hugging Face", start=rl_start)
+    turns = TurnCodec.of(build_text(config.data, 0), config.data.tokenizer, "tokenizer")
+    with pytest.raises(ValueError, match="written as turns already need rl.template=None"):
+        turns.encode(f"<user>17+5={END}")
+
+
 REFUSED = {
     "data:corpus has the tokens of data.tokenizer:bytes": ("Hugging Face", ("data:corpus",)),
     "data:markov has the tokens of a synthetic language": ("bytes", ("data:markov",)),
@@ -281,6 +336,41 @@ def test_twenty_conversations_train_a_model_of_hugging_face(models, texts, tmp_p
     config = directory.load_config(PretrainConfig)
     source = config.data.build(config.training.seed)
     assert end_ids(directory, config, source, "auto") == (7, 270)
+
+
+@pytest.mark.slow
+def test_the_first_answers_of_rl_follow_turns_and_end_where_the_model_ends_them(
+    models, tmp_path, monkeypatch
+):
+    model = shutil.copytree(models / "Hugging Face with a begin", tmp_path / "model")
+    ends = [7, *range(20, 270, 2)]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    drawn = []
+    take = Rollouts.take
+
+    def taken(self):
+        samples, lag = take(self)
+        drawn.extend(samples)
+        return samples, lag
+
+    monkeypatch.setattr(Rollouts, "take", taken)
+    words = ["--checkpoint.initial.path", str(model), "--run.directory", str(tmp_path / "run")]
+    words += ["--rl.prompts", "4", "--rl.group", "4", "--training.steps", "1"]
+    words += ["data:files", "--data.path", str(model / "config.json"), "--evaluation.every", "0"]
+    words += ["--data.cache", str(tmp_path), "--data.validation_path", str(model / "config.json")]
+    sizes = ["--training.sequence_length", "64", "--tracking.sample_length", "0"]
+    assert rl.main([*words, *sizes, "--tracking.trackers"]) == ExitCode.DONE
+    plain = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    questions = ArithmeticConfig().build().prompts(0, 4, 0)
+    texts = [f"<user>{question.prompt}{END}" for question in questions for _ in range(4)]
+    wanted = [tuple(plain.encode(text, add_special_tokens=False).ids) for text in texts]
+    assert [sample.prompt for sample in drawn] == wanted
+    short = [sample for sample in drawn if len(sample.answer) < 16]
+    assert short and all(sample.answer[-1] in ends for sample in short)
+    for sample in drawn:
+        assert not set(sample.answer[:-1]) & {*ends}
+        whole = sample.answer[:-1] if sample.answer[-1] in ends else sample.answer
+        assert sample.text == plain.decode(list(whole))
 
 
 def test_a_model_of_ids_takes_no_bytes(tmp_path, capsys):

@@ -13,8 +13,12 @@ from jaxmoe import combinations
 from jaxmoe.contrib import rl
 from jaxmoe.contrib.rl.rewards import ArithmeticConfig, RewardBase
 from jaxmoe.data import Source
+from jaxmoe.data.chat import TemplateName
+from jaxmoe.data.tokenizer import TokenizerConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.run.config import PretrainConfig, TrainingConfig
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.provenance.saved import own_data
 from jaxmoe.training.feed import FeedConfig
 
 OldName = Literal["trainer", "engine"]
@@ -41,8 +45,12 @@ class RolloutsConfig(FeedConfig):
     pass."""
     max_tokens: int = 16
     """Tokens of an answer at most; the prompt has the rest of training.sequence_length."""
-    stop: tuple[str, ...] = ("\n",)
-    """Texts that end an answer; the end-of-text token of the data does as well."""
+    template: TemplateName | None = None
+    """How a prompt is written as a turn of a conversation: chatml, plain, or tokenizer, the
+    chat_template of the model. None leaves prompts as they are."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end an answer, beside the ids that end a text or an answer of the model. None: the
+    end of a line; of a conversation, none."""
     old: OldName = "trainer"
     """Log-probabilities of the drawn tokens that ratios begin from. trainer: computed again before
     the step, by the parameters of the first update. engine: as they were drawn, which also cuts
@@ -79,7 +87,7 @@ class RolloutsConfig(FeedConfig):
             )
         if self.staleness < 0:
             raise ValueError(f"rl.staleness={self.staleness} must be 0 or more")
-        if not all(self.stop):
+        if not all(self.stops):
             raise ValueError(
                 "rl.stop holds an empty text, which every answer contains: leave it out"
             )
@@ -92,6 +100,13 @@ class RolloutsConfig(FeedConfig):
     def num_answers(self) -> int:
         """Answers of a step."""
         return self.prompts * self.group
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        if self.stop is not None:
+            return self.stop
+        return ("\n",) if self.template is None else ()
 
     @property
     def passes(self) -> int:
@@ -107,9 +122,13 @@ class RolloutsConfig(FeedConfig):
         self, plan: Any, execution: ExecutionConfig, mesh: Mesh, source: Source
     ) -> rl.RolloutFeed:
         """Return where the batches of a run come from; see the base class."""
+        turns = None
+        if self.template is not None:
+            turns = rl.TurnCodec.of(source, _tokenizer(plan.config), self.template)
         return rl.RolloutFeed(
             rl.Learner.of(plan, execution, mesh),
             source,
+            turns=turns,
             directory=plan.config.run.directory,
             every=plan.config.checkpoint.every,
             last_step=plan.config.training.steps,
@@ -141,3 +160,10 @@ class RolloutsConfig(FeedConfig):
                 f"training.sequence_length={training.sequence_length} must be at least"
                 f" rl.max_tokens={self.max_tokens}, and longer by the prompt"
             )
+
+
+def _tokenizer(config: PretrainConfig) -> TokenizerConfig | None:
+    """Return the config of the tokenizer of a run: of its own copy, if it keeps one."""
+    if config.run.directory is None:
+        return config.data.tokenizer
+    return own_data(config, RunDirectory(config.run.directory)).tokenizer

@@ -38,11 +38,12 @@ from jaxmoe.contrib.rl.objective import (
 )
 from jaxmoe.contrib.rl.queue import AnswerQueue
 from jaxmoe.contrib.rl.rollouts import Rollouts, on_one_device
+from jaxmoe.contrib.rl.turns import TurnCodec
 from jaxmoe.data import Source
 from jaxmoe.data.batch import Batch
 from jaxmoe.errors import EndRunError, JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import separator_of
+from jaxmoe.generation.text import encode_prompts, separator_of
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterTable
 from jaxmoe.routing.replay import EXPERTS, why_not_replayed
@@ -184,6 +185,7 @@ class RolloutFeed(Feed):
         every: Steps between checkpoints.
         last_step: Total number of steps.
         directory: Run directory, which keeps the ids that end a text of the model; None for none.
+        turns: Writes prompts as conversations; None leaves them as they are.
     """
 
     def __init__(
@@ -194,8 +196,10 @@ class RolloutFeed(Feed):
         every: int,
         last_step: int,
         directory: str | None = None,
+        turns: TurnCodec | None = None,
     ):
         self._learner = learner
+        self._turns = turns
         self._directory = directory
         self._source = source
         self._every = every
@@ -206,13 +210,17 @@ class RolloutFeed(Feed):
         """Raise if the engine cannot compute the answers, or the task cannot be built.
 
         Raises:
-            ValueError: The model cannot be served, there are several processes,
-                or the reward's file or function cannot be used.
+            ValueError: The model cannot be served, there are several processes, the reward's file
+                or function cannot be used, or the chat template cannot write a first prompt.
         """
         learner = self._learner
         execution = learner.execution
         adapter = learner.model.adapter
-        learner.config.reward.build()
+        config = learner.config
+        task = config.reward.build()
+        if self._turns is not None:
+            first = task.prompts(0, config.prompts, learner.seed)
+            encode_prompts(self._turns, [question.prompt for question in first])
         if (reason := why_not_served(learner.model, execution, None)) is not None:
             raise ValueError(f"rl answers prompts with the engine: {reason}")
         if learner.config.replay:
@@ -248,15 +256,17 @@ class RolloutFeed(Feed):
         learner = self._learner
         ends = () if self._directory is None else imported_ends(RunDirectory(self._directory))
         if (separator := separator_of(self._source)) is not None:
-            ends = tuple(dict.fromkeys((separator, *ends)))
+            ends = (separator, *ends)
+        end_ids, end_texts = ((), ()) if self._turns is None else self._turns.ends
         rollouts = Rollouts(
             learner.config,
             learner.model,
             learner.execution,
-            self._source,
+            self._source if self._turns is None else self._turns,
             length=learner.length,
             seed=learner.seed,
-            ends=ends,
+            ends=tuple(dict.fromkeys((*ends, *end_ids))),
+            stop=(*learner.config.stops, *end_texts),
         )
         with contextlib.closing(rollouts):
             self._rollouts = rollouts

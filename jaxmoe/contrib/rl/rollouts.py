@@ -59,6 +59,7 @@ class Rollouts:
         length: Predictions of a row, S.
         seed: Seed of the run.
         ends: Token ids that end an answer.
+        stop: Texts that end an answer.
     """
 
     def __init__(
@@ -71,11 +72,16 @@ class Rollouts:
         length: int,
         seed: int,
         ends: Sequence[int] = (),
+        stop: Sequence[str] = (),
     ):
         self._config = config
         self._model = model
         self._execution = execution
-        self._codec, self._length, self._seed, self._ends = codec, length, seed, tuple(ends)
+        self._codec = codec
+        self._length = length
+        self._seed = seed
+        self._ends = tuple(ends)
+        self._stop = tuple(stop)
         self._task = config.reward.build()
         self._executor: ModelExecutor | None = None
         self._engine: Engine | None = None
@@ -178,7 +184,7 @@ class Rollouts:
                 )
                 ids = tuple(map(int, prompt))
                 # Pages are shared among requests of one salt: those of older parameters are not.
-                options: dict[str, Any] = {"stop": config.stop, "salt": str(step)}
+                options: dict[str, Any] = {"stop": self._stop, "salt": str(step)}
                 streams.append(engine.submit_samples(ids, sampling, config.group, **options))
         for row, group in zip(rows, streams, strict=True):
             answers = [self._sample(step, stream) for stream in group]

@@ -89,12 +89,22 @@ def with_model_tokens(
     if data.takes_tokenizer and tokenizer is not None and not has_tokenizer:
         changes["tokenizer"] = tokenizer
     if hasattr(data, "template") and not has_template and not has_tokenizer:
-        template = getattr(model, "template", None)
-        if template is None and _brings_template(tokenizer):
-            template = "tokenizer"
+        template = template_name(model)
         if template not in (None, data.template):
             changes["template"] = template
     return dataclasses.replace(data, **changes) if changes else data
+
+
+def template_name(data: Any) -> TemplateName | None:
+    """Return how the conversations of a model are written; None where it knows no template.
+
+    Args:
+        data: Data of the model, as of `model_data`.
+    """
+    template = getattr(data, "template", None)
+    if template is None and _brings_template(data.tokenizer):
+        return "tokenizer"
+    return template
 
 
 def with_named_template(data: Any) -> Any:
