@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows what every layer of a trained run contributes, and which layers do almost nothing.
 
-    python -m experiments.depth --run.directory runs/pretrain/tiny
-    python -m experiments.depth --run.directory runs/pretrain/deep --against runs/pretrain/tiny
-    python -m experiments.depth --run.directory runs/pretrain/tiny --sweeps 4
+    python -m experiments.depth runs/pretrain/tiny
+    python -m experiments.depth runs/pretrain/deep --against runs/pretrain/tiny
+    python -m experiments.depth runs/pretrain/tiny --sweeps 4
 
 For held-out tokens, layer by layer:
 
@@ -33,6 +33,7 @@ import numpy as np
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
@@ -78,7 +79,7 @@ class DepthConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.depth"
-    config = flags.parse_flags(DepthConfig(), argv, prog, __doc__ or "")
+    config = flags.parse_flags(DepthConfig(), with_model(argv), prog, with_about(__doc__))
     announce(f"measuring the layers of {config.run.directory}: reading the checkpoint ...")
     with flags.exit_on_bad_configuration():
         require("matplotlib")

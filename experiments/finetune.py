@@ -2,16 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a trained run or a Hugging Face model: an adapter, or some of its own parameters.
 
-    python -m experiments.finetune --checkpoint.initial.path RUN data:files \\
-        --data.path 'docs/**/*.md'
-    python -m experiments.finetune --checkpoint.initial.path DIR adapter:lora --adapter.rank 8 \\
+    python -m experiments.finetune MODEL data:files --data.path 'docs/**/*.md'
+    python -m experiments.finetune MODEL adapter:lora --adapter.rank 8 \\
         --adapter.targets.roles attention_in attention_out expert_in expert_out
-    python -m experiments.finetune --checkpoint.initial.path RUN adapter:select
-    python -m experiments.finetune --checkpoint.initial.path RUN adapter:lift \\
-        --adapter.refresh_every 50
-    python -m experiments.finetune --checkpoint.initial.path TUNED --adapter.trains logits
+    python -m experiments.finetune MODEL adapter:select
+    python -m experiments.finetune MODEL adapter:lift --adapter.refresh_every 50
+    python -m experiments.finetune TUNED --adapter.trains logits
 
-`--checkpoint.initial.path` gives model, tokenizer, data and precision; flags change them.
+MODEL gives model, tokenizer, data and precision; flags change them.
 `adapter:` is short for `model.adapter:`. `select` trains all but the routers unless told otherwise.
 A fine-tuned run gives its adapter as well: a new run goes on with it, such as MHR-z from MHR above.
 The run is like one of `pretrain`: the same command resumes, and evaluate, generate and report open
@@ -42,6 +40,7 @@ from experiments.cli import flags
 from experiments.cli.choices import choose, with_value
 from experiments.cli.continuation import named_fields
 from experiments.cli.exit import run_command
+from experiments.cli.model import INITIAL, value_of, with_about, with_model
 from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
@@ -61,7 +60,6 @@ from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.replicas import SynchronousConfig
 from jaxmoe.training.stopwatch import process_age
 
-_INITIAL = "--checkpoint.initial.path"
 STEPS = 200
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 10
@@ -77,10 +75,10 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         age: Seconds that the process has spent on this run before the call.
     """
     prog = "python -m experiments.finetune"
-    description = __doc__ or ""
-    arguments = [long_word(word) for word in argv]
+    description = with_about(__doc__, INITIAL)
+    arguments = with_model([long_word(word) for word in argv], INITIAL)
     with flags.exit_on_bad_configuration():
-        start = finetune_config(initial_of(arguments))
+        start = finetune_config(value_of(INITIAL, arguments))
     config = parse_tuning(start, arguments, prog, description)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "finetune")
@@ -111,7 +109,7 @@ def finetune_config(initial: str | None) -> PretrainConfig:
         raise ValueError(
             f"checkpoint.initial.path={initial} holds an adapter ({adapter.name}) of"
             f" {saved.checkpoint.initial_path}: fold it first, python -m experiments.checkpoint"
-            f" convert --run.directory {initial} --fold True"
+            f" convert {initial} --fold True"
         )
     training = dataclasses.replace(
         saved.training,
@@ -138,7 +136,10 @@ def finetune_config(initial: str | None) -> PretrainConfig:
 
 
 def parse_tuning(
-    start: PretrainConfig, arguments: Sequence[str], prog: str, description: str
+    start: PretrainConfig,
+    arguments: Sequence[str],
+    prog: str,
+    description: str,
 ) -> PretrainConfig:
     """Return the configuration of a command line, whose data have the tokens of the initial model.
 
@@ -213,21 +214,6 @@ def with_fitting_optimizer(
     return dataclasses.replace(config, optimizer=dataclasses.replace(fitting, **changes))
 
 
-def initial_of(arguments: Sequence[str]) -> str | None:
-    """Return the value of `--checkpoint.initial.path`, which gives the defaults of the other flags.
-
-    Args:
-        arguments: Words of a command line.
-    """
-    initial = None
-    for place, word in enumerate(arguments):
-        if word.startswith(f"{_INITIAL}="):
-            initial = word.partition("=")[2]
-        elif word == _INITIAL and place + 1 < len(arguments):
-            initial = arguments[place + 1]
-    return initial
-
-
 def long_word(word: str) -> str:
     """Return a word with `model.adapter` for `adapter`.
 
@@ -252,8 +238,8 @@ def in_own_directory(config: PretrainConfig, command: str) -> PretrainConfig:
     """
     if config.checkpoint.initial_path is None:
         raise ValueError(
-            f"{_INITIAL} is missing: name the model to train, a run directory or one of a Hugging"
-            " Face model"
+            f"{INITIAL} is missing: name the model to train as the first word, a run directory or"
+            " one of a Hugging Face model"
         )
     adapter = config.model.adapter
     kind = "full" if adapter is None else adapter.name

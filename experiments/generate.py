@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text from a run, or from a Hugging Face model.
 
-    python -m experiments.generate --run.directory runs/pretrain/tiny --prompt "def main("
-    python -m experiments.generate --run.directory RUN --prompt "def f(" "class A" --top_p 0.9
-    python -m experiments.generate --run.directory RUN --prompts questions.jsonl --to answers.jsonl
-    python -m experiments.generate --run.directory allenai/OLMoE-1B-7B-0924 --prompt "Once"
-    python -m experiments.generate --run.directory runs/finetune/tasks --task code
-    python -m experiments.generate --run.directory runs/finetune/chats-lora --chat True
+    python -m experiments.generate runs/pretrain/tiny --prompt "def main("
+    python -m experiments.generate MODEL --prompt "def f(" "class A" --top_p 0.9
+    python -m experiments.generate MODEL --prompts questions.jsonl --to answers.jsonl
+    python -m experiments.generate allenai/OLMoE-1B-7B-0924 --prompt "Once"
+    python -m experiments.generate runs/finetune/tasks --task code
+    python -m experiments.generate runs/finetune/chats-lora --chat True
 
 A single text appears while it is generated. `--top_k`, `--top_p` and `--min_p` leave out unlikely
 tokens, `--stop` names strings that end a text. Lengths are rounded up, so that other prompts of
@@ -37,6 +37,7 @@ from typing import Any
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import announce, dropped_output, say, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig, part_of_cache
@@ -141,7 +142,7 @@ class GenerateConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.generate"
-    config = flags.parse_flags(GenerateConfig(), argv, prog, __doc__ or "")
+    config = flags.parse_flags(GenerateConfig(), with_model(argv), prog, with_about(__doc__))
     announce(f"generating with {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
         prompts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)

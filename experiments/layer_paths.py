@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds which layers of a trained run each sequence needs, and trains a router of such paths.
 
-    python -m experiments.layer_paths --run.directory runs/pretrain/tiny
-    python -m experiments.layer_paths --run.directory RUN --batches 4 --search.price 0.5
+    python -m experiments.layer_paths runs/pretrain/tiny
+    python -m experiments.layer_paths RUN --batches 4 --search.price 0.5
 
 For each held-out sequence a tree search skips layers, runs them, or runs them twice (Dr.LLM, arXiv
 2510.12773). A path that is found is never worse on its sequence than all layers, because it is
@@ -31,6 +31,7 @@ import numpy as np
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
@@ -77,7 +78,7 @@ class LayerPathsConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.layer_paths"
-    config = flags.parse_flags(LayerPathsConfig(), argv, prog, __doc__ or "")
+    config = flags.parse_flags(LayerPathsConfig(), with_model(argv), prog, with_about(__doc__))
     announce(f"searching paths through {config.run.directory}: reading the checkpoint ...")
     with flags.exit_on_bad_configuration():
         require("matplotlib")

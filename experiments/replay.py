@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays the batch of a refused step, to find the row or the array at fault.
 
-    python -m experiments.replay --run.directory runs/pretrain/tiny [--step 1234]
+    python -m experiments.replay runs/pretrain/tiny [--step 1234]
 
 Computes loss and gradient of the batch that the run dumped when it rolled back
 (bad_data/step1234.npz), with the parameters of the newest checkpoint before that step, or the
@@ -23,6 +23,7 @@ from typing import Any
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
@@ -47,7 +48,7 @@ class ReplayConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.replay"
-    config = flags.parse_flags(ReplayConfig(), argv, prog, __doc__ or "")
+    config = flags.parse_flags(ReplayConfig(), with_model(argv), prog, with_about(__doc__))
     with flags.exit_on_bad_configuration():
         start_process()
         run = config.run

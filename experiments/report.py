@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.model import check_model, default_model
 from experiments.cli.output import write
 from jaxmoe.run.reporting.compare import compare_runs
 from jaxmoe.run.reporting.recorded import read_run
@@ -45,10 +46,14 @@ def main(argv: Sequence[str]) -> int:
     prog = "python -m experiments.report RUN [RUN ...]"
     config = flags.parse_flags(ReportConfig(), arguments, prog, __doc__ or "")
     with flags.exit_on_bad_configuration():
+        if not paths and (demo := default_model()) is not None:
+            paths = [demo]
         if not paths:
             raise ValueError(
                 "no run is given: name run directories, such as runs/pretrain/a runs/pretrain/b"
             )
+        for path in paths:
+            check_model(path)
         runs = [read_run(path) for path in paths]
         write("drawing plots and the report ...")
         if len(runs) == 1 and config.run.directory is None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a run or a Hugging Face model over HTTP, as OpenAI's clients speak (extra `serve`).
 
-    python -m experiments.serve --run.directory runs/pretrain/tiny --port 8000
+    python -m experiments.serve runs/pretrain/tiny --port 8000
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main("}'
 
     from openai import OpenAI
@@ -22,7 +22,7 @@ let instances join and drain by the rate of requests, spread the experts over tw
 devices, and do that at once; answers go on. `engine.retention:swap_groups` keeps the pages of
 preempted requests in host memory instead of computing them again.
 
-    python -m experiments.serve --run.directory BASE --adapters sql=RUN1 chat=RUN2
+    python -m experiments.serve BASE --adapters sql=RUN1 chat=RUN2
 
 serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:chat` or the model.
 
@@ -53,6 +53,7 @@ import jax
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import announce, write
 from experiments.cli.process import end_at_once, start_process
 from experiments.evaluate import FinishedRunConfig
@@ -143,7 +144,8 @@ class ServeConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.serve"
-    config = flags.parse_flags(ServeConfig(), argv, prog, __doc__ or "")
+    arguments = with_model(argv)
+    config = flags.parse_flags(ServeConfig(), arguments, prog, with_about(__doc__))
     announce(f"serving {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
         for module in ("starlette", "uvicorn", "prometheus_client"):

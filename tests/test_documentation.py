@@ -21,6 +21,7 @@ import sys
 import pytest
 
 from experiments.cli import flags as cli
+from experiments.cli.hints import MODEL_COMMANDS
 from experiments.recipes import DEFAULT, RECIPES
 from experiments.studies.transfer import config as transfer
 from jaxmoe.routing import METHODS
@@ -148,6 +149,10 @@ FEATURE = re.compile(r"^\| (?!feature |---)(.+?) \| (.+?) \| (.*?) ?\|$", re.MUL
 TEST = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 
 
+MODEL = re.compile(r"[A-Z]+(-\w+)?|runs/\S+")
+"""First words of commands that take a model."""
+
+
 def fault_of_words(words: list[str], page: str) -> str | None:
     """Return what is wrong with the flags and members of a command line, if anything.
 
@@ -205,6 +210,9 @@ def fault_of_code(code: str, pages: dict[str, str]) -> str | None:
                 words = words[1:]
         if words and f"{command}_{words[0]}" in pages:
             command, words = f"{command}_{words[0]}", words[1:]
+        takes_model = {command, command.rpartition("_")[2]} & MODEL_COMMANDS
+        if words and takes_model and MODEL.fullmatch(words[0]):
+            words = words[1:]
         fault = fault_of_words(words, pages[command])
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -2,20 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a run to 8 or 4 bits, to plain weights, or to Hugging Face files and back.
 
-    python -m experiments.checkpoint convert --run.directory runs/pretrain/tiny --quantise w4a8
-    python -m experiments.generate --run.directory runs/pretrain/tiny-w4a8 --cache int4
-    python -m experiments.checkpoint convert --run.directory RUN --quantise w4ax \\
-        --mixed.wide_fraction 0.125
-    python -m experiments.checkpoint convert --run.directory RUN --to_huggingface auto --to DIR
-    python -m experiments.checkpoint convert --from_huggingface DIR --to RUN
-    python -m experiments.checkpoint convert --run.directory runs/finetune/tiny-lora --fold True
-    python -m experiments.checkpoint convert --run.directory FINETUNED --to_huggingface peft
-    python -m experiments.checkpoint convert --from_huggingface ADAPTER --imported.base DIR --to RUN
+    python -m experiments.checkpoint convert runs/pretrain/tiny --quantise w4a8
+    python -m experiments.generate runs/pretrain/tiny-w4a8 --cache int4
+    python -m experiments.checkpoint convert RUN --quantise w4ax --mixed.wide_fraction 0.125
+    python -m experiments.checkpoint convert RUN --to_huggingface auto --to DIR
+    python -m experiments.checkpoint convert DIR --to RUN
+    python -m experiments.checkpoint convert runs/finetune/tiny-lora --fold True
+    python -m experiments.checkpoint convert FINETUNED --to_huggingface peft
+    python -m experiments.checkpoint convert ADAPTER --imported.base DIR --to RUN
 
 The result is a run directory for evaluate and generate (config.json, one checkpoint without the
 optimiser's state, summary.json with sizes and errors), or a directory that from_pretrained of
-transformers reads. The source is not changed. The result is written under a temporary name and
-renamed at the end.
+transformers reads. It is written under a temporary name and renamed; the source is not changed.
 
 w4ax (COMET, arXiv 2410.12168) measures the activations of each matrix on held-out batches, and
 keeps 8 bits for the blocks of channels with the largest ones. bitstack (BitStack, arXiv 2410.23918)
@@ -44,12 +42,13 @@ from experiments.checkpoint.huggingface import (
 )
 from experiments.checkpoint.peft import export_adapter, import_adapter
 from experiments.cli import flags as cli
+from experiments.cli.model import RUN, value_of, with_about, with_model
 from experiments.cli.output import say
 from experiments.cli.parts import part_at
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
-from jaxmoe.checkpoint.huggingface.hub import model_directory
+from jaxmoe.checkpoint.huggingface.hub import is_hub_name, is_huggingface, model_directory
 from jaxmoe.checkpoint.huggingface.peft import is_peft
 from jaxmoe.models.quantize import (
     dequantize_parameter,
@@ -149,12 +148,20 @@ class Rounded:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     prog = "python -m experiments.checkpoint convert"
-    config = cli.parse_flags(ConvertConfig(), argv, prog, __doc__ or "")
+    has_source = value_of("--from_huggingface", argv) is not None
+    arguments = with_model(argv, flag_of=_flag_of, has_default=not has_source)
+    config = cli.parse_flags(ConvertConfig(), arguments, prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process(has_steps=False)
     with cli.exit_on_bad_configuration():
         say(convert(config))
     return int(cli.ExitCode.DONE)
+
+
+def _flag_of(word: str) -> str:
+    """Return the flag of a model: a run is the source, other models become one."""
+    is_foreign = is_huggingface(word) or is_peft(word) or is_hub_name(word)
+    return "--from_huggingface" if is_foreign else RUN
 
 
 def convert(config: ConvertConfig) -> str:
@@ -228,7 +235,7 @@ def _check_source(source: str, form: Format) -> None:
     if config.model.adapter is not None:
         raise ValueError(
             f"run.directory={source} holds an adapter ({config.model.adapter.name}): fold it first,"
-            f" python -m experiments.checkpoint convert --run.directory {source} --fold True"
+            f" python -m experiments.checkpoint convert {source} --fold True"
         )
     mixers = [kind.mixer for kind in config.model.kinds if not kind.mixer.can_quantize]
     if mixers:

@@ -143,7 +143,7 @@ def export_run(
     if (adapter := config.model.adapter) is not None:
         raise ValueError(
             f"run.directory={source} holds an adapter ({adapter.name}): fold it first, python -m"
-            f" experiments.checkpoint convert --run.directory {source} --fold True"
+            f" experiments.checkpoint convert {source} --fold True"
         )
     model = make_plan(config).model
     name, why = suggest_family(model) if family == "auto" else (family, "")

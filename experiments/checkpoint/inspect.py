@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the content of a checkpoint.
 
-    python -m experiments.checkpoint inspect --run.directory runs/pretrain/tiny [--run.step 400]
+    python -m experiments.checkpoint inspect runs/pretrain/tiny [--run.step 400]
 
 Prints the steps, and for one step (the newest by default) shape, dtype, bytes and fingerprint of
 every array, and the versions that wrote it. Arrays are not read.
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from experiments.checkpoint.verify import CheckpointsConfig
 from experiments.cli import flags as cli
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
@@ -36,7 +37,7 @@ class InspectConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     prog = "python -m experiments.checkpoint inspect"
-    config = cli.parse_flags(InspectConfig(), argv, prog, __doc__ or "")
+    config = cli.parse_flags(InspectConfig(), with_model(argv), prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process()
         manager, steps = config.run.open()

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that checkpoints have not changed since they were written.
 
-    python -m experiments.checkpoint verify --run.directory runs/pretrain/tiny [--level files]
+    python -m experiments.checkpoint verify runs/pretrain/tiny [--level files]
 
 Prints one line per step. Compares every file with its checksum and, without `--level files`, every
 array with its fingerprint. Changes nothing. Exit codes: 0 all steps are whole, 65 a step is
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from experiments.cli import flags as cli
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from jaxmoe.checkpoint import CheckpointDamagedError, CheckpointManager
@@ -75,7 +76,7 @@ class VerifyConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     prog = "python -m experiments.checkpoint verify"
-    config = cli.parse_flags(VerifyConfig(), argv, prog, __doc__ or "")
+    config = cli.parse_flags(VerifyConfig(), with_model(argv), prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process()
         manager, steps = config.run.open()

@@ -256,7 +256,14 @@ def _name_of(choice: FieldChoice, word: str, where: str) -> str:
                 f"{where} is a group of flags: did you mean {flags[0]} {word}?\n"
                 f"flags: {', '.join(flags)}"
             )
+    if any(mark in word for mark in "/.*") and "path" in _field_names(choice):
+        raise ValueError(f"{where} has no {word!r}: did you mean --{choice.path}.path {word}?")
     raise ValueError(f"{where} has no {word!r}{closest(name, choice.members)}\nchoices: {names}")
+
+
+def _field_names(choice: FieldChoice) -> set[str]:
+    """Return the names of the fields of all members of a choice."""
+    return {key for member in choice.members.values() for key in field_types(member)}
 
 
 def _imply(

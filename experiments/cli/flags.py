@@ -25,18 +25,18 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn, TypeVar, get_origin
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, get_origin
 
 from experiments.cli.choices import (
     choose,
     field_paths,
-    find_choices,
     known_spelling,
     nested_configs,
 )
 from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.help import help_page, take_help
+from experiments.cli.hints import group_as_flag, stray_word, unknown_flag
 from experiments.cli.output import open_closed_streams, without_advice, write
 from jaxmoe import catalog
 from jaxmoe.configs import alternatives, closest, field_types
@@ -80,7 +80,7 @@ def parse(
         recipe = known_spelling(arguments.pop(0), recipes)
         if recipe not in recipes:
             if "/" in recipe or "=" in recipe or os.path.isdir(recipe):
-                fail(_stray_word(recipe, recipes[default](), prog, recipes))
+                fail(stray_word(recipe, recipes[default](), prog, recipes))
             fail(
                 f"unknown recipe {recipe!r}{closest(recipe, recipes)}\n"
                 f"recipes: {', '.join(recipes)}"
@@ -293,93 +293,6 @@ def _fit_warmup(config: Config, arguments: Sequence[str]) -> Config:
     return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
 
-_SHORT: Final[Mapping[str, tuple[str, ...]]] = {
-    "steps": ("training.steps",),
-    "max_steps": ("training.steps",),
-    "num_steps": ("training.steps",),
-    "lr": ("optimizer.learning_rate",),
-    "learning_rate": ("optimizer.learning_rate",),
-    "depth": ("model.num_layers",),
-    "layers": ("model.num_layers",),
-    "num_layers": ("model.num_layers",),
-    "n_layers": ("model.num_layers",),
-    "width": ("model.embed_dim",),
-    "dim": ("model.embed_dim",),
-    "d_model": ("model.embed_dim",),
-    "hidden_size": ("model.embed_dim",),
-    "experts": ("model.moe.num_experts",),
-    "num_experts": ("model.moe.num_experts",),
-    "top_k": ("model.moe.top_k",),
-    "batch": ("training.batch_size",),
-    "batch_size": ("training.batch_size",),
-    "seq_len": ("training.sequence_length",),
-    "seq_length": ("training.sequence_length",),
-    "sequence_length": ("training.sequence_length",),
-    "context": ("training.sequence_length",),
-    "seed": ("training.seed",),
-    "accumulation": ("training.accumulation",),
-    "grad_accum": ("training.accumulation",),
-    "warmup": ("schedule.warmup_steps",),
-    "warmup_steps": ("schedule.warmup_steps",),
-    "weight_decay": ("optimizer.weight_decay",),
-    "router": ("model.moe.router",),
-    "gate": ("model.moe.gate",),
-    "max_tokens": ("length",),
-    "max_new_tokens": ("length",),
-    "data": ("data.path",),
-    "dataset": ("data.path",),
-    "tokenizer": ("data.tokenizer",),
-    "mesh": ("execution.mesh.data", "run.mesh.data"),
-    "dir": ("run.directory",),
-    "directory": ("run.directory",),
-    "out": ("run.directory",),
-    "output": ("run.directory",),
-    "out_dir": ("run.directory",),
-    "output_dir": ("run.directory",),
-    "run": ("run.directory",),
-    "run_dir": ("run.directory",),
-    "name": ("run.name",),
-    "run_name": ("run.name",),
-}
-"""Fields by names that users of other libraries try first."""
-
-
-_MOVED: Final[Mapping[str, str]] = {
-    "checkpoint.initial_step": "--checkpoint.initial.step",
-    "checkpoint.initial_state": "--checkpoint.initial.state",
-    "checkpoint.initial_mapping": "--checkpoint.initial.mapping",
-    "checkpoint.verify": "--checkpoint.safety.verify",
-    "checkpoint.on_damage": "--checkpoint.safety.on_damage",
-    "checkpoint.max_failed_saves": "--checkpoint.safety.max_failed_saves",
-    "checkpoint.compare_replicas": "--checkpoint.safety.compare_replicas",
-    "training.max_skipped": "--training.guard.max_skipped",
-    "training.max_norm_ratio": "--training.guard.max_norm_ratio",
-    "training.rollbacks": "--training.guard.rollbacks",
-    "optimizer.coefficients": "--optimizer.newton_schulz.coefficients",
-    "optimizer.dtype": "--optimizer.newton_schulz.dtype",
-    "optimizer.layout": "--optimizer.newton_schulz.layout",
-    "parameterization.token_exponent": "--parameterization.exponents.tokens",
-    "parameterization.batch_exponent": "--parameterization.exponents.batch",
-    "parameterization.depth_exponent": "--parameterization.exponents.depth",
-    "parameterization.residual_exponent": "--parameterization.exponents.residual",
-    "run.steal_lock": "--run.lock.steal",
-    "run.lock_heartbeat": "--run.lock.heartbeat",
-    "execution.host_order": "--processes.order",
-    "execution.optimizer_memory": "--execution.offload.optimizer",
-    "execution.optimizer_parts": "--execution.offload.parts",
-    "execution.optimizer_directory": "--execution.offload.directory",
-    "execution.parameter_memory": "--execution.offload.parameters",
-    "checkpoint.snapshot_every": "--snapshots.every",
-    "checkpoint.on_lost_stage": "--parts check_free",
-    "checkpoint.recovery_steps": "--check_free.recovery_steps",
-    "checkpoint.recompute": "--recomputation.every",
-    "watch.links_every": "--link_measurements.every",
-    "watch.gradients_every": "--gradient_comparison.every",
-    "watch.gradient_groups": "--gradient_comparison.groups",
-}
-"""Flags of version 0.1, and what to type."""
-
-
 def _check_words(
     config: Any, arguments: Sequence[str], prog: str, recipes: Collection[str] = ()
 ) -> None:
@@ -394,9 +307,10 @@ def _check_words(
     Raises:
         ValueError: A word names no field; the message has the nearest spelling.
     """
+    groups = dict(nested_configs(config))
     hints = {
         f"{path}.{key}" if path else key: hint
-        for path, value in nested_configs(config)
+        for path, value in groups.items()
         for key, hint in field_types(type(value)).items()
     }
     expected = 0  # values that the last flag still takes
@@ -404,79 +318,16 @@ def _check_words(
         if word.startswith("--"):
             flag, equals, _ = word.partition("=")
             name = flag[2:].replace("-", "_")
+            if name in groups:
+                raise ValueError(group_as_flag(name, prog))
             # Fields of members that are not chosen are read for a message only.
             if name not in hints and name not in (paths := tuple(field_paths(type(config)))):
-                raise ValueError(_unknown_flag(flag[2:], paths, prog, recipes))
+                raise ValueError(unknown_flag(flag[2:], paths, prog, recipes))
             expected = 0 if equals else _most_values(hints.get(name))
         elif expected:
             expected -= 1
         else:
-            raise ValueError(_stray_word(word, config, prog, recipes))
-
-
-def _stray_word(word: str, config: Any, prog: str, recipes: Collection[str] = ()) -> str:
-    """Return the message about a word that is neither a flag nor its value.
-
-    Args:
-        word: The word.
-        config: The config of the command.
-        prog: How the program is called.
-        recipes: Names of recipes, which are first words.
-    """
-    paths = tuple(field_paths(type(config)))
-    name = known_spelling(word, dict.fromkeys(recipes))
-    if name in recipes:
-        return f"{word!r} is a recipe, which is the first word: {prog} {name} [flags]"
-    path, equals, value = word.lstrip("-").partition("=")
-    if equals and (near := _nearest(path, paths)):
-        return f"{word!r} is not a flag: did you mean --{near} {value}?"
-    path, colon, value = word.partition(":")
-    if colon and value and "/" not in word:
-        choices = [choice.path for choice in find_choices(config)]
-        near = _nearest(path, choices)
-        return f"there is no choice {path}" + (f": did you mean --{near} {value}?" if near else "")
-    if prog.endswith("pretrain") and os.path.isfile(os.path.join(word, "config.json")):
-        return f"{word!r} is a run: continue it with {prog} resume {word}"
-    if ("/" in word or os.path.isdir(word)) and "run.directory" in paths:
-        return f"{word!r} stands alone: did you mean --run.directory {word}?"
-    return f"unexpected word {word!r}: a field is --dotted.field value, see {prog} --help"
-
-
-def _unknown_flag(name: str, flag_names: Sequence[str], prog: str, recipes: Collection[str]) -> str:
-    if name in ("recipe", "config", "preset") and recipes:
-        return (
-            f"there is no flag --{name}: a recipe is the first word: {prog} {next(iter(recipes))}"
-        )
-    if moved := _MOVED.get(name.replace("-", "_")):
-        return f"there is no flag --{name}: it is {moved} now"
-    path, colon, value = name.partition(":")
-    if colon and (near := _nearest(path, flag_names)):
-        return f"there is no flag --{name}: did you mean --{near} {value}?"
-    near = _nearest(name, flag_names)
-    if near:
-        return f"there is no flag --{name}: did you mean --{near}?"
-    return f"there is no flag --{name}: {prog} --help-all lists all of them"
-
-
-def _nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the field that a name stands for, or is closest to."""
-    name = name.replace("-", "_")
-    candidates = list(candidates)
-    meant = _SHORT.get(name, ())
-    for path in meant:
-        if path in candidates:
-            return path
-    ends = {path.rpartition(".")[2] for path in (*meant, name)}
-    same_end = [path for path in candidates if path.rpartition(".")[2] in ends]
-    if same_end:
-        return min(same_end, key=lambda path: path.count("."))
-    near = closest(name, candidates) or closest(
-        name, {path.rpartition(".")[2] for path in candidates}
-    )
-    if not near:
-        return None
-    suggestion = near.split("'")[1]
-    return min((p for p in candidates if p == suggestion or p.endswith(f".{suggestion}")), key=len)
+            raise ValueError(stray_word(word, config, prog, recipes))
 
 
 def _most_values(hint: Any) -> int:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates a run on tasks of the lm-evaluation-harness.
 
-    python -m experiments.evaluate_tasks --run.directory runs/pretrain/tiny --tasks arc_easy lambada
-    python -m experiments.evaluate_tasks --run.directory RUN --tasks mine --include tasks/
-    python -m experiments.evaluate_tasks --run.directory OLMoE-1B-7B-0924 --tasks arc_easy
+    python -m experiments.evaluate_tasks runs/pretrain/tiny --tasks arc_easy lambada
+    python -m experiments.evaluate_tasks MODEL --tasks mine --include tasks/
+    python -m experiments.evaluate_tasks OLMoE-1B-7B-0924 --tasks arc_easy
 
 The harness computes the metrics; the model runs in this process, on the mesh of --run.mesh.* (by
 default that of the training). The harness's tasks read data sets from the Hugging Face hub; those
@@ -24,6 +24,7 @@ import jax
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
+from experiments.cli.model import with_about, with_model
 from experiments.cli.output import say
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
@@ -78,7 +79,7 @@ class EvaluateTasksConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     prog = "python -m experiments.evaluate_tasks"
-    config = cli.parse_flags(EvaluateTasksConfig(), argv, prog, __doc__ or "")
+    config = cli.parse_flags(EvaluateTasksConfig(), with_model(argv), prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process()
     with cli.exit_on_bad_configuration():

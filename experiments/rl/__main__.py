@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a model on the rewards of its own answers (GRPO and its variants).
 
-    python -m experiments.rl --checkpoint.initial.path RUN reward:arithmetic
-    python -m experiments.rl --checkpoint.initial.path RUN reward:arithmetic --rl.group 8 \\
+    python -m experiments.rl MODEL reward:arithmetic
+    python -m experiments.rl MODEL reward:arithmetic --rl.group 8 \\
         --rl.prompts 32 --training.steps 200 --objective.beta 0.02 --objective.advantage rloo
-    python -m experiments.rl --checkpoint.initial.path RUN reward:arithmetic adapter:lora
-    python -m experiments.rl --checkpoint.initial.path RUN --rl.epochs 1 --rl.minibatches 4
+    python -m experiments.rl MODEL reward:arithmetic adapter:lora
+    python -m experiments.rl MODEL --rl.epochs 1 --rl.minibatches 4
 
 Each step draws groups of answers from the model as it is, scores them, and trains on them: twice by
 default (`--rl.epochs`), each time in one update (`--rl.minibatches`). Where all answers to all
 prompts have equal rewards, nothing changes.
-`--checkpoint.initial.path` gives model, tokenizer, held-out data and precision; flags change them.
+MODEL gives model, tokenizer, held-out data and precision; flags change them.
 Prompts of a model that knows a chat template are turns of a conversation, and answers end where the
 model ends them; `--rl.template None` leaves prompts as they are, and `--rl.stop` names other ends.
 `reward:` is short for `rl.reward:`, `adapter:` for `model.adapter:`, `--objective.` for
@@ -39,10 +39,10 @@ from typing import Any
 from experiments.cli import flags
 from experiments.cli.continuation import named_fields
 from experiments.cli.exit import run_command
+from experiments.cli.model import INITIAL, value_of, with_about, with_model
 from experiments.finetune import (
     finetune_config,
     in_own_directory,
-    initial_of,
     long_word,
     parse_tuning,
     with_fitting_optimizer,
@@ -71,10 +71,10 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         age: Seconds that the process has spent on this run before the call.
     """
     prog = "python -m experiments.rl"
-    description = __doc__ or ""
-    arguments = [_long(word) for word in argv]
+    description = with_about(__doc__, INITIAL)
+    arguments = with_model([_long(word) for word in argv], INITIAL)
     with flags.exit_on_bad_configuration():
-        start = rl_config(initial_of(arguments), _sizes(arguments))
+        start = rl_config(value_of(INITIAL, arguments), _sizes(arguments))
     config = parse_tuning(start, arguments, prog, description)
     with flags.exit_on_bad_configuration():
         config = with_template(config, named_fields(arguments))

@@ -178,5 +178,5 @@ def rollback_message(
         f"rolled back to {back}: steps {first} to {last} were refused, and their data are skipped"
         f" before step {first} (rollback {len(windows)} of at most"
         f" {assembly.plan.config.training.step_guard.rollbacks}); look into it with python -m"
-        f" experiments.replay --run.directory {directory.path} --step {first}"
+        f" experiments.replay {directory.path} --step {first}"
     )

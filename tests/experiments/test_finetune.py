@@ -203,7 +203,10 @@ def test_bits_of_layers_are_for_adapters_that_choose_them(tuned, tmp_path, capsy
         (("--checkpoint.initial.path", "{finished}", "--adapter.rnak", "2"), "adapter.rank?"),
     ],
 )
-def test_commands_that_cannot_run_say_why(words, message, finished, tuned, capsys):
+def test_commands_that_cannot_run_say_why(
+    words, message, finished, tuned, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where no run is the default
     given = [word.format(tuned=tuned, finished=finished) for word in words]
     with pytest.raises(SystemExit) as ended:
         finetune.main(given)

@@ -123,10 +123,11 @@ def test_runs_of_one_name_are_told_apart(tmp_path, capsys):
     assert "a run is named twice" in refused([path, path], capsys)
 
 
-def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
+def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no run is the default
     assert "no run is given: name run directories" in refused([], capsys)
     missing = tmp_path / "missing"
-    assert f"{missing} is not a directory" in refused([str(missing)], capsys)
+    assert f"there is no model '{missing}'" in refused([str(missing)], capsys)
     missing.mkdir()
     assert "holds no run (config.json is missing)" in refused([str(missing)], capsys)
     empty = make_run(tmp_path / "empty")

@@ -273,7 +273,8 @@ REFUSED = {
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_trained_is_refused(message, capsys):
+def test_what_cannot_be_trained_is_refused(message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no run is the default
     with pytest.raises(SystemExit) as end:
         rl.main([*REFUSED[message]])
     assert end.value.code == ExitCode.BAD_CONFIGURATION

@@ -32,6 +32,16 @@ def is_huggingface(path: str | os.PathLike[str]) -> bool:
     return isinstance(fields, dict) and "model_type" in fields
 
 
+def is_hub_name(name: str) -> bool:
+    """Return whether a text may name a model on the hub: OWNER/NAME, and no place here.
+
+    Args:
+        name: Text. A path below a local directory, such as runs/mine, is a run that does not exist.
+    """
+    path = pathlib.Path(name)
+    return bool(_NAME.fullmatch(name)) and not path.exists() and not path.parent.is_dir()
+
+
 def model_directory(name: str | os.PathLike[str], field: str) -> str:
     """Return a directory as it is, and a name on the hub as the directory of its download.
 
@@ -46,10 +56,7 @@ def model_directory(name: str | os.PathLike[str], field: str) -> str:
         CheckpointError: The name is not a directory, and its model cannot be downloaded.
     """
     name = os.fspath(name)
-    # A path below a local directory, such as runs/mine, is a run that does not exist.
-    if pathlib.Path(name).exists() or pathlib.Path(name).parent.is_dir():
-        return name
-    if not _NAME.fullmatch(name):
+    if not is_hub_name(name):
         return name
     folder = name.rpartition("/")[2]
     by_hand = (

@@ -269,7 +269,7 @@ def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[LineageSourc
         raise ValueError(
             f"checkpoint.initial.path={path} holds another model than model:"
             f" {', '.join(differing[:5])} and {max(len(differing) - 5, 0)} more differ: take"
-            f" its own with python -m experiments.finetune --checkpoint.initial.path {path}"
+            f" its own with python -m experiments.finetune {path}"
         )
     replicated = NamedSharding(assembly.mesh, PartitionSpec())
     router_state = jax.device_put(router_state, replicated) if router_state else None

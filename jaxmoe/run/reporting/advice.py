@@ -78,8 +78,7 @@ def _divergence(
     hints = [f"or give {' or '.join(ways)}"] if ways else []
     if config.rl is None:  # batches of answers are not kept
         hints.append(
-            f"the refused batches: python -m experiments.replay --run.directory {directory.path}"
-            f" --step {first}"
+            f"the refused batches: python -m experiments.replay {directory.path} --step {first}"
         )
     more = "\n" + "; ".join(hints) if hints else ""
     return (
