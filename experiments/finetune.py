@@ -63,6 +63,19 @@ from jaxmoe.training.stopwatch import process_age
 STEPS = 200
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 10
+_FIRST_FIELDS = (
+    "run.directory",
+    "data.path",
+    "training.steps",
+    "training.batch_size",
+    "training.sequence_length",
+    "optimizer.learning_rate",
+    "model.adapter.rank",
+    "model.adapter.targets.roles",
+    "evaluation.every",
+    "checkpoint.every",
+)
+"""Fields that `--help` shows first."""
 RATE_SHARE = 0.1
 """Learning rate of optimisers other than AdamW, over that of the initial run."""
 
@@ -79,7 +92,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     arguments = with_model([long_word(word) for word in argv], INITIAL)
     with flags.exit_on_bad_configuration():
         start = finetune_config(value_of(INITIAL, arguments))
-    config = parse_tuning(start, arguments, prog, description)
+    config = parse_tuning(start, arguments, prog, description, _FIRST_FIELDS)
     with flags.exit_on_bad_configuration():
         config = in_own_directory(config, "finetune")
         config = with_fitting_optimizer(config, arguments, RATE_SHARE)
@@ -140,6 +153,7 @@ def parse_tuning(
     arguments: Sequence[str],
     prog: str,
     description: str,
+    first_fields: Sequence[str] = (),
 ) -> PretrainConfig:
     """Return the configuration of a command line, whose data have the tokens of the initial model.
 
@@ -148,13 +162,14 @@ def parse_tuning(
         arguments: Words of the command line.
         prog: How the program is called.
         description: The first paragraph of `--help`.
+        first_fields: Fields that `--help` shows first.
 
     Returns:
         The changed configuration. Exits as `flags.parse` does, also where the ids of the data mean
         something else than those of the model, unless the command line names their tokenizer.
     """
     if start.checkpoint.initial_path is None:
-        return flags.parse_flags(start, arguments, prog, description)
+        return flags.parse_flags(start, arguments, prog, description, first_fields=first_fields)
     flag_names = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in arguments}
     with flags.exit_on_bad_configuration():
         tokens = model_data(start.checkpoint.initial_path)
@@ -167,7 +182,7 @@ def parse_tuning(
             start.data, tokens, has_tokenizer=has_tokenizer, has_template=has_template
         )
         start = with_value(start, ("data",), data)
-    config = flags.parse_flags(start, arguments, prog, description)
+    config = flags.parse_flags(start, arguments, prog, description, first_fields=first_fields)
     with flags.exit_on_bad_configuration():
         if has_tokenizer and not has_template:
             config = dataclasses.replace(config, data=with_named_template(config.data))

@@ -53,7 +53,7 @@ import jax
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
-from experiments.cli.model import with_about, with_model
+from experiments.cli.model import RUN, value_of, with_about, with_model
 from experiments.cli.output import announce, write
 from experiments.cli.process import end_at_once, start_process
 from experiments.evaluate import FinishedRunConfig
@@ -74,6 +74,19 @@ from jaxmoe.serve.http.server import close_connections, make_server, tell_accept
 from jaxmoe.serve.metrics import EngineMetrics
 
 _KEY = "JAXMOE_API_KEY"
+_FIRST_FIELDS = (
+    "run.directory",
+    "host",
+    "port",
+    "name",
+    "adapters",
+    "template",
+    "engine.max_sequences",
+    "engine.max_length",
+    "engine.pages",
+    "engine.instances",
+)
+"""Fields that `--help` shows first."""
 _LAST = 0.5
 """Seconds for the last events to leave, after the answers have ended."""
 
@@ -145,7 +158,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     prog = "python -m experiments.serve"
     arguments = with_model(argv)
-    config = flags.parse_flags(ServeConfig(), arguments, prog, with_about(__doc__))
+    directory = value_of(RUN, arguments) or FinishedRunConfig().directory
+    start = ServeConfig(run=FinishedRunConfig(directory=directory))  # as --help shows it
+    config = flags.parse_flags(
+        start, arguments, prog, with_about(__doc__), first_fields=_FIRST_FIELDS
+    )
     announce(f"serving {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
         for module in ("starlette", "uvicorn", "prometheus_client"):

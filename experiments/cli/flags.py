@@ -101,6 +101,7 @@ def parse_flags(
     description: str,
     *,
     recipes: Collection[str] = (),
+    first_fields: Sequence[str] = (),
 ) -> Config:
     """`parse` for one recipe: for the commands that take a finished run and little else.
 
@@ -110,6 +111,8 @@ def parse_flags(
         prog: How the program is called.
         description: The first paragraph of `--help`.
         recipes: Names of recipes, for messages.
+        first_fields: Dotted names of the fields that `--help` shows first; the commonest of all
+            commands, further down, when empty.
 
     Returns:
         The changed config. Exits as `parse` does.
@@ -122,7 +125,7 @@ def parse_flags(
         group, arguments = take_help(argv)
         config, flags = choose(config, arguments)
         if group is not None:
-            write(help_page(config, group, prog, description))
+            write(help_page(config, group, prog, description, first_fields))
             raise SystemExit(int(ExitCode.DONE))
         tyro = require("tyro")
         _check_words(config, flags, prog, recipes)

@@ -42,9 +42,6 @@ _COMMON: Final = (
     "optimizer.learning_rate",
     "model.num_layers",
     "model.embed_dim",
-    "model.moe.num_experts",
-    "model.moe.top_k",
-    "execution.mesh.data",
 )
 _MOST_LINES = 115
 """Lines of a page that has all fields."""
@@ -75,7 +72,9 @@ def take_help(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, list(arguments)
 
 
-def help_page(config: Any, group: str, prog: str, description: str) -> str:
+def help_page(
+    config: Any, group: str, prog: str, description: str, first_fields: Sequence[str] = ()
+) -> str:
     """Return a page of help.
 
     Args:
@@ -83,6 +82,8 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         group: Dotted path of a group; "" for the first page, "all" for all fields.
         prog: How the program is called.
         description: Text of the first page, with the recipes.
+        first_fields: Dotted names of the fields after the first paragraph of the first page; those
+            of `_COMMON`, further down, when empty.
 
     Raises:
         ValueError: There is no such group.
@@ -101,6 +102,10 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         return "\n\n".join([*pages, *members, *_choices(config, group)])
     usage = f"usage: {prog} [--dotted.field value ...]"
     start = [usage, inspect.cleandoc(description)]
+    if first_fields and group == "":
+        about, _, remaining = inspect.cleandoc(description).partition("\n\n")
+        heading = "First flags, with the values that hold:"
+        start = [usage, about, "\n".join([heading, *_common(config, first_fields)]), remaining]
     number = sum(len(_own_fields(value)) for value in groups.values())
     if group == "all" or 2 * number < _MOST_LINES:
         sections = (_group_text(config, *item) for item in groups.items())
@@ -108,11 +113,11 @@ def help_page(config: Any, group: str, prog: str, description: str) -> str:
         if group == "all" or everything.count("\n") < _MOST_LINES:
             return everything
     lines = [_group_text(config, "", config)] if "" in groups else []
+    more = f"{prog} --help GROUP lists those of a group, --help-all all:"
+    common = [] if first_fields else [f"Commonest fields; {more}", *_common(config, _COMMON), ""]
     listed = [
-        f"Commonest fields; {prog} --help GROUP lists those of a group, --help-all all:",
-        *_common(config),
-        "",
-        "Groups:",
+        *common,
+        f"Groups of fields; {more}" if first_fields else "Groups:",
         *_wrap(f"  {'  '.join(path for path in groups if path)}", "  "),
     ]
     return "\n\n".join([*start, *lines, "\n".join(listed), *_choices(config)])
@@ -202,20 +207,24 @@ def _group_text(config: Any, path: str, value: Any) -> str:
     return "\n".join(lines)
 
 
-def _common(config: Any) -> Iterator[str]:
-    """Yield one line for each of the commonest fields that a config has."""
-    for path in _COMMON:
+def _common(config: Any, paths: Sequence[str]) -> Iterator[str]:
+    """Yield one line for each of some fields, those that a config has."""
+    width = max(28, *(len(path) + 2 for path in paths))
+    for path in paths:
         cls: Any = type(config)
         value: Any = config
-        *parents, key = path.split(".")
-        for parent in parents:
+        *parents, key = names = path.split(".")
+        for parent, following in zip(parents, names[1:], strict=True):
             value = getattr(value, parent, None)
-            cls = _class_with(field_types(cls).get(parent), value, key) if cls else None
+            cls = _class_with(field_types(cls).get(parent), value, following) if cls else None
         if cls is None or key not in field_types(cls):
             continue
-        text = field_docs(cls).get(key, "").partition(";")[0].rstrip(".")
+        text = field_docs(cls).get(key, "").partition(". ")[0].rstrip(".")
+        # What None stands for is behind the semicolon.
+        if paths is _COMMON or getattr(value, key, None) is not None:
+            text = text.partition(";")[0]
         default = f" ({_spell(getattr(value, key))})" if hasattr(value, key) else ""
-        yield from _wrap(f"  {'--' + path:<28} {text}{default}", " " * 31)
+        yield from _wrap(f"  {'--' + path:<{width}} {text}{default}", " " * (width + 3))
 
 
 def _class_with(hint: Any, value: Any, key: str) -> Any:

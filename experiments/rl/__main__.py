@@ -60,6 +60,19 @@ from jaxmoe.training.stopwatch import process_age
 LEARNING_RATE = 1e-4
 RATE_SHARE = 0.01
 """Learning rate of optimisers other than AdamW, over that of the initial run."""
+_FIRST_FIELDS = (
+    "run.directory",
+    "rl.prompts",
+    "rl.group",
+    "rl.max_tokens",
+    "rl.template",
+    "rl.epochs",
+    "training.objective.beta",
+    "training.steps",
+    "training.sequence_length",
+    "optimizer.learning_rate",
+)
+"""Fields that `--help` shows first."""
 _SHORT = {"reward": "rl.reward", "objective": "training.objective"}
 
 
@@ -75,7 +88,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
     arguments = with_model([_long(word) for word in argv], INITIAL)
     with flags.exit_on_bad_configuration():
         start = rl_config(value_of(INITIAL, arguments), _sizes(arguments))
-    config = parse_tuning(start, arguments, prog, description)
+    config = parse_tuning(start, arguments, prog, description, _FIRST_FIELDS)
     with flags.exit_on_bad_configuration():
         config = with_template(config, named_fields(arguments))
         config = in_own_directory(config, "rl")

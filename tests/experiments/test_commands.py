@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,9 +16,13 @@ import tomllib
 import pytest
 
 import jaxmoe
+from experiments import finetune, serve
 from experiments.__main__ import main
 from experiments.cli import flags
 from experiments.recipes import RECIPES
+from experiments.rl import __main__ as rl
+from jaxmoe.configs import to_json
+from jaxmoe.data import ChatConfig
 from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -209,3 +215,30 @@ def test_help_of_a_config_shows_its_fields_with_their_texts():
     for config in (jaxmoe.ModelConfig, jaxmoe.MoEConfig, jaxmoe.ExecutionConfig):
         assert "\n\nFields:\n    " in config.__doc__
     assert "    num_layers: int = 4\n        Number of layers (L).\n" in jaxmoe.ModelConfig.__doc__
+
+
+FIRST = {
+    "finetune": (finetune.main, finetune._FIRST_FIELDS, {"training.batch_size": "24"}),
+    "rl": (rl.main, rl._FIRST_FIELDS, {"training.sequence_length": "96", "rl.template": "plain"}),
+    "serve": (serve.main, serve._FIRST_FIELDS, {"run.directory": "{model}"}),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_ten_flags_of_a_job_are_first_with_the_values_of_the_model(name, tmp_path, capsys):
+    main, fields, values = FIRST[name]
+    training = dataclasses.replace(RECIPES["tiny"]().training, batch_size=24, sequence_length=96)
+    data = ChatConfig(path=("a.jsonl",), template="plain")
+    config = dataclasses.replace(RECIPES["tiny"](), training=training, data=data)
+    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path), "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and len(fields) == 10
+    lines = text.partition("First flags, with the values that hold:\n")[2].partition("\n\n")[0]
+    listed = re.findall(r"^  --(\S+)(.*(?:\n     .*)*)", lines, re.MULTILINE)
+    assert [flag for flag, _ in listed] == [*fields]
+    shown = {flag: " ".join(about.split()) for flag, about in listed}
+    for flag, value in values.items():
+        assert shown[flag].endswith(f"({value.format(model=tmp_path)})")
+    assert text.index("First flags") < 200
