@@ -37,7 +37,7 @@ from jaxmoe.contrib.rl.objective import (
     PolicyGradientConfig,
 )
 from jaxmoe.contrib.rl.queue import AnswerQueue
-from jaxmoe.contrib.rl.rollouts import Rollouts, on_one_device
+from jaxmoe.contrib.rl.rollouts import Rollouts, check_lengths, on_one_device
 from jaxmoe.contrib.rl.turns import TurnCodec
 from jaxmoe.data import Source
 from jaxmoe.data.batch import Batch
@@ -211,16 +211,19 @@ class RolloutFeed(Feed):
 
         Raises:
             ValueError: The model cannot be served, there are several processes, the reward's file
-                or function cannot be used, or the chat template cannot write a first prompt.
+                or function cannot be used, or a prompt of the first step is too long or cannot be
+                encoded.
         """
         learner = self._learner
         execution = learner.execution
         adapter = learner.model.adapter
         config = learner.config
         task = config.reward.build()
-        if self._turns is not None:
+        if separator_of(self._source) is not None:
             first = task.prompts(0, config.prompts, learner.seed)
-            encode_prompts(self._turns, [question.prompt for question in first])
+            texts = [question.prompt for question in first]
+            codec = self._source if self._turns is None else self._turns
+            check_lengths(encode_prompts(codec, texts), config, learner.length)
         if (reason := why_not_served(learner.model, execution, None)) is not None:
             raise ValueError(f"rl answers prompts with the engine: {reason}")
         if learner.config.replay:

@@ -167,12 +167,7 @@ class Rollouts:
         rows = self._store.claim((_QUESTION,), (_ANSWERS,), config.prompts)
         texts = [row.values[_QUESTION].prompt for row in rows]
         prompts = encode_prompts(self._codec, texts)
-        if (longest := max(map(len, prompts))) > self._longest_prompt:
-            raise ValueError(
-                f"training.sequence_length={self._length} must be at least"
-                f" {longest + config.max_tokens - 1}: it leaves {self._longest_prompt} tokens for a"
-                f" prompt beside rl.max_tokens={config.max_tokens}, and one has {longest}"
-            )
+        check_lengths(prompts, config, self._length)
         streams = []
         with engine.held():
             for place, prompt in enumerate(prompts):
@@ -235,6 +230,29 @@ class Rollouts:
             shapes=Shapes(singles=together, pieces=((pieces, width),)),
             context_lengths=(longest,),
             has_experts=config.replay,
+        )
+
+
+def check_lengths(
+    prompts: Sequence[Sequence[int] | np.ndarray], config: RolloutsConfig, length: int
+) -> None:
+    """Refuse prompts that leave no room for an answer.
+
+    Args:
+        prompts: Token ids of each prompt.
+        config: Longest answer.
+        length: Predictions of a row, S.
+
+    Raises:
+        ValueError: A prompt is too long.
+    """
+    longest = max(map(len, prompts))
+    most = length + 1 - config.max_tokens
+    if longest > most:
+        raise ValueError(
+            f"training.sequence_length={length} must be at least {longest + config.max_tokens - 1}:"
+            f" it leaves {most} tokens for a prompt beside rl.max_tokens={config.max_tokens}, and"
+            f" one has {longest}"
         )
 
 

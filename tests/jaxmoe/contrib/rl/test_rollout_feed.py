@@ -15,6 +15,7 @@ from jaxmoe.adapters import LoraConfig, SwitchLoraConfig
 from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.contrib.rl.feed import Learner, RolloutFeed
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
+from jaxmoe.data import CorpusConfig
 from jaxmoe.data.synthetic import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.scaling.initialize import parameter_table
@@ -34,8 +35,8 @@ def feed():
     return _feed()
 
 
-def _feed(directory=None, *, model=TINY, beta=0.0):
-    learner = Learner(
+def _learner(*, model=TINY, beta=0.0):
+    return Learner(
         config=RolloutsConfig(group=2, prompts=2, max_tokens=3),
         objective=PolicyGradientConfig(beta=beta),
         model=model,
@@ -44,6 +45,10 @@ def _feed(directory=None, *, model=TINY, beta=0.0):
         length=6,
         seed=0,
     )
+
+
+def _feed(directory=None, *, model=TINY, beta=0.0):
+    learner = _learner(model=model, beta=beta)
     source = MarkovConfig().build()
     return RolloutFeed(learner, source, every=2, last_step=STEPS, directory=directory)
 
@@ -91,3 +96,13 @@ def test_answers_end_where_a_text_of_the_model_does(tmp_path, monkeypatch):
         with _feed(directory).session(lambda step, measures: None, lambda: None):
             pass
     assert seen == [(), (3, 5)]
+
+
+def test_prompts_of_the_first_step_that_leave_no_room_are_refused_before_it():
+    learner = dataclasses.replace(_learner(), model=dataclasses.replace(TINY, vocab_size=256))
+    source = CorpusConfig().build()
+    feed = RolloutFeed(learner, source, every=2, last_step=STEPS)
+    feed.check()
+    feed = RolloutFeed(dataclasses.replace(learner, length=5), source, every=2, last_step=STEPS)
+    with pytest.raises(ValueError, match="sequence_length=5 must be at least 6: it leaves 3 token"):
+        feed.check()
