@@ -37,6 +37,7 @@ from typing import Any
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.following import after_text, say_next
 from experiments.cli.model import with_about, with_model
 from experiments.cli.output import announce, dropped_output, say, write
 from experiments.cli.process import start_process
@@ -172,12 +173,10 @@ def main(argv: Sequence[str]) -> int:
         }
         if config.chat:
             _talk(open_chat(run, system=config.system, template=config.template), settings)
-            _close(offload)
-            return int(ExitCode.DONE)
+            return _end(config, run, offload)
         if len(prompts) == 1 and config.to is None:
             _print_streamed(run, prompts[0], settings)
-            _close(offload)
-            return int(ExitCode.DONE)
+            return _end(config, run, offload)
         samples = run.generate(prompts, **settings)
     if samples[0].precision:
         write(samples[0].precision)
@@ -187,15 +186,17 @@ def main(argv: Sequence[str]) -> int:
     else:
         for sample in samples:
             write(str(sample))
-    _close(offload)
-    return int(ExitCode.DONE)
+    return _end(config, run, offload)
 
 
-def _close(offload: HostPrograms | None) -> None:
-    """Print what was moved, and end the thread that moved it."""
+def _end(config: GenerateConfig, run: Run, offload: HostPrograms | None) -> int:
+    """Print what was moved, end the thread that moved it, and say what follows."""
     if offload is not None:
         offload.close()
         say(str(offload))
+    has_adapter = run.config.model.adapter is not None
+    say_next(after_text(config.run.directory, has_adapter=has_adapter))
+    return int(ExitCode.DONE)
 
 
 def _talk(chat: Chat, settings: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ import jaxmoe.run  # its names are loaded when a run begins, not for --help
 from experiments.cli import flags
 from experiments.cli.continuation import WORDS, named_fields, parse_continuation
 from experiments.cli.exit import exit_code, run_command
+from experiments.cli.following import after_training, say_next
 from experiments.cli.output import say, write
 from experiments.cli.process import end_unsaved, start_process
 from experiments.recipes import DEFAULT, RECIPES
@@ -117,6 +118,8 @@ def train(
                 watchdog=watchdog, stop=stop, stopwatch=stopwatch, resources=resources
             )
         )
+    if result.status == "done":
+        say_next(after_training(command, config, str(run.directory.path)))
     if result.message:
         print(printable(f"error: {result.message}", kept="\n"), file=sys.stderr)
     return exit_code(result.status)

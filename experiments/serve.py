@@ -53,6 +53,7 @@ import jax
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.following import client, say_next
 from experiments.cli.model import RUN, value_of, with_about, with_model
 from experiments.cli.output import announce, write
 from experiments.cli.process import end_at_once, start_process
@@ -263,7 +264,9 @@ async def _serve(
 
     heed_signals(loop, lambda: drains.append(asyncio.create_task(drain())))
     host, port = listening.getsockname()[:2]
-    write(f"ready at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    write(f"ready at {address}")
+    say_next(client(address, talks=served.chat is not None))
     watch = asyncio.create_task(_watch(served, config.every))
     try:
         await server.serve(sockets=[listening])

@@ -42,6 +42,7 @@ from experiments.checkpoint.huggingface import (
 )
 from experiments.checkpoint.peft import export_adapter, import_adapter
 from experiments.cli import flags as cli
+from experiments.cli.following import after_conversion, say_next
 from experiments.cli.model import RUN, value_of, with_about, with_model
 from experiments.cli.output import say
 from experiments.cli.parts import part_at
@@ -155,6 +156,9 @@ def main(argv: Sequence[str]) -> int:
         start_process(has_steps=False)
     with cli.exit_on_bad_configuration():
         say(convert(config))
+        mode = next(name for name in _MODES if getattr(config, name) is not None)
+        if config.to_huggingface != "peft":
+            say_next(after_conversion(mode, _target(config)))
     return int(cli.ExitCode.DONE)
 
 
@@ -207,8 +211,7 @@ def convert(config: ConvertConfig) -> str:
         if is_peft(place):
             return import_adapter(place, _free(config.to), config.imported)
         return import_run(config.from_huggingface, _free(config.to), config.imported)
-    suffix = form or ("folded" if config.fold else "huggingface")
-    target = _free(config.to or f"{source.rstrip('/')}-{suffix}")
+    target = _free(_target(config))
     run = config.run
     if config.to_huggingface == "peft":
         return export_adapter(source, run.step, target, config.exported)
@@ -221,6 +224,12 @@ def convert(config: ConvertConfig) -> str:
     if form == STACKED:
         return part_at(_STACK_RUN)(run, config.budget, config.bitstack, target)
     return _to_few_bits(config, form, target)
+
+
+def _target(config: ConvertConfig) -> str:
+    """Return the directory to write."""
+    suffix = config.quantise or ("folded" if config.fold else "huggingface")
+    return config.to or f"{config.run.directory.rstrip('/')}-{suffix}"
 
 
 def _check_source(source: str, form: Format) -> None:

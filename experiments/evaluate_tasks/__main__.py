@@ -24,6 +24,7 @@ import jax
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
+from experiments.cli.following import after_tasks, say_next
 from experiments.cli.model import with_about, with_model
 from experiments.cli.output import say
 from experiments.cli.process import start_process
@@ -33,7 +34,7 @@ from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.optional import require
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
-from jaxmoe.run.provenance.saved import length_of
+from jaxmoe.run.provenance.saved import length_of, saved_config
 from jaxmoe.serve.device.backend import sizes_for
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import why_not_served
@@ -90,6 +91,9 @@ def main(argv: Sequence[str]) -> int:
     if config.to is not None:
         text = json.dumps(results, indent=2, default=str) + "\n"
         pathlib.Path(config.to).write_text(text, encoding="utf-8")
+    path = model_directory(config.run.directory, "run.directory")
+    has_adapter = saved_config(path).model.adapter is not None
+    say_next(after_tasks(config.run.directory, has_adapter=has_adapter))
     return int(cli.ExitCode.DONE)
 
 
