@@ -103,9 +103,9 @@ def help_page(
     usage = f"usage: {prog} [--dotted.field value ...]"
     start = [usage, inspect.cleandoc(description)]
     if first_fields and group == "":
-        about, _, remaining = inspect.cleandoc(description).partition("\n\n")
+        summary, _, remaining = inspect.cleandoc(description).partition("\n\n")
         heading = "First flags, with the values that hold:"
-        start = [usage, about, "\n".join([heading, *_common(config, first_fields)]), remaining]
+        start = [usage, summary, "\n".join([heading, *_common(config, first_fields)]), remaining]
     number = sum(len(_own_fields(value)) for value in groups.values())
     if group == "all" or 2 * number < _MOST_LINES:
         sections = (_group_text(config, *item) for item in groups.items())

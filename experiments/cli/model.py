@@ -40,11 +40,11 @@ def with_about(text: str | None, flag: str = RUN) -> str:
         text: Docstring of the command.
         flag: Flag of the model.
     """
-    about = (
+    sentence = (
         f"MODEL is a run directory, a Hugging Face directory, or a name on the hub ({flag}\n"
         f"MODEL says the same). Without it: {DEMO}, the run of `make demo`."
     )
-    return f"{(text or '').strip()}\n\n{about}"
+    return f"{(text or '').strip()}\n\n{sentence}"
 
 
 def with_model(
@@ -67,9 +67,9 @@ def with_model(
     Returns:
         The words. Exits with 2 where the first is no model, or the flag is there as well.
     """
-    words = list(argv)
-    if words and _is_model(words[0]):
-        word, *remaining = words
+    arguments = list(argv)
+    if arguments and _is_model(arguments[0]):
+        word, *remaining = arguments
         with exit_on_bad_configuration():
             check_model(word)
             word_flag = flag if flag_of is None else flag_of(word)
@@ -79,10 +79,10 @@ def with_model(
                     f" {value}: leave one of them out"
                 )
         return [word_flag, word, *remaining]
-    is_named = value_of(flag, words) is not None
-    if is_named or not has_default or _HELP & set(words) or (demo := default_model()) is None:
-        return words
-    return [flag, demo, *words]
+    is_named = value_of(flag, arguments) is not None
+    if is_named or not has_default or _HELP & set(arguments) or (demo := default_model()) is None:
+        return arguments
+    return [flag, demo, *arguments]
 
 
 def default_model() -> str | None:
@@ -101,15 +101,15 @@ def _is_model(word: str) -> bool:
     return ":" not in word or pathlib.Path(word).exists()
 
 
-def value_of(flag: str, words: Sequence[str]) -> str | None:
+def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """Return the last value of a flag; None where it is not there, or has none.
 
     Args:
         flag: Flag with its hyphens.
-        words: Words of a command line.
+        arguments: Words of a command line.
     """
     value = None
-    for word, after in itertools.zip_longest(words, words[1:]):
+    for word, after in itertools.zip_longest(arguments, arguments[1:]):
         name, equals, text = word.partition("=")
         if name.replace("-", "_") == flag.replace("-", "_"):
             value = text if equals else after

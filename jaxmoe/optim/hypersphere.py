@@ -123,7 +123,7 @@ def adamh(
     beta2: Number = 0.95,
     epsilon: Number = 1e-8,
     weight_decay: Number = 0.0,
-    others: optax.GradientTransformation | None = None,
+    other_optimizer: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
     """Return Adam on the Frobenius sphere for the matrices of any tree, HyperP's rule for the head,
     and AdamW for the rest.
@@ -136,8 +136,8 @@ def adamh(
         beta2: Decay rate for the second moment.
         epsilon: Number added to the root of the second moment.
         weight_decay: Decay, times the learning rate; its effect is of the second order.
-        others: Transformation of vectors, scalars and parameters whose pair is None; `adamw` with
-            the same numbers when None.
+        other_optimizer: Transformation of vectors, scalars and parameters whose pair is None;
+            `adamw` with the same numbers when None.
 
     Raises:
         ValueError: A moment's decay outside [0, 1), a negative weight decay; at `init` a parameter
@@ -157,7 +157,7 @@ def adamh(
             optax.chain(optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon), steps),
             stays_finite=divides_safely(epsilon),
         ),
-        others or adamw(learning_rate, **numbers),
+        other_optimizer or adamw(learning_rate, **numbers),
         matrix_axes,
         "adamh",
     )

@@ -105,7 +105,7 @@ def beside(
         _check_like(params, matrix_axes, optimizer)
         return jax.tree.map(label, matrix_axes, params, is_leaf=_is_axes_leaf)
 
-    stays_finite = all(isinstance(one, FiniteTransformation) for one in (of_matrices, of_others))
+    stays_finite = all(isinstance(part, FiniteTransformation) for part in (of_matrices, of_others))
     parts = optax.partition({_MATRICES: of_matrices, _OTHERS: of_others}, labels)
     return standard_promotion(parts, stays_finite=stays_finite)
 

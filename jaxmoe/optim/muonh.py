@@ -86,7 +86,7 @@ def muonh(
     epsilon: Number = 1e-8,
     dtype: ComputeDtype = "auto",
     layout: MatrixLayout = "spread",
-    others: optax.GradientTransformation | None = None,
+    other_optimizer: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
     """Return Muon on the Frobenius sphere for the matrices of any tree, and AdamW for the rest.
 
@@ -107,7 +107,7 @@ def muonh(
         epsilon: Number added to the norm before Newton-Schulz.
         dtype: Dtype of Newton-Schulz; auto: bfloat16 on accelerators, float32 on the CPU.
         layout: Layout of Newton-Schulz on an Explicit mesh.
-        others: Transformation of vectors, scalars and parameters whose pair is None;
+        other_optimizer: Transformation of vectors, scalars and parameters whose pair is None;
             `adamw(learning_rate, weight_decay=weight_decay)` when None.
 
     Raises:
@@ -134,7 +134,7 @@ def muonh(
     )
     return beside(
         standard_promotion(optax.chain(direction, steps), stays_finite=True),
-        others or adamw(learning_rate, weight_decay=weight_decay),
+        other_optimizer or adamw(learning_rate, weight_decay=weight_decay),
         matrix_axes,
         "muonh",
     )

@@ -95,7 +95,7 @@ _Seconds = dict[tuple[int, RematPair], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Bounds:
+class _LeastTimes:
     """Seconds that plans of an arrangement take at least, each computed once for all arrangements
     that have it in common."""
 
@@ -150,11 +150,11 @@ class _BestFirstSearch:
             self.layouts[key] = DeviceLayout(plan=plan, flops=self.flops)
         return Sizes.on(self.layouts[key], plan)
 
-    def bounds(self, arrangement: Arrangement) -> _Bounds:
+    def bounds(self, arrangement: Arrangement) -> _LeastTimes:
         """Return the bounds of an arrangement, whose numbers others share."""
         execution = arrangement.plan.execution
         layout = DeviceLayout.record(execution)
-        return _Bounds(
+        return _LeastTimes(
             arrangement=arrangement,
             chip=self.chip,
             layout=self.sizes(arrangement.plan).layout,

@@ -193,7 +193,7 @@ def honoured_fields(values: Mapping[str, Any], route: RouteName) -> dict[str, An
     Raises:
         HTTPError: A field would change the answer and is not computed.
     """
-    taken = {}
+    honoured = {}
     for name, value in values.items():
         if value is None:
             continue
@@ -201,10 +201,10 @@ def honoured_fields(values: Mapping[str, Any], route: RouteName) -> dict[str, An
         if field is None:
             _check_foreign(name, value, route)
         elif field.outcome == "honoured":
-            taken[name] = value
+            honoured[name] = value
         elif field.outcome == "refused" and value not in field.neutral:
             raise _refusal(field, value)
-    return taken
+    return honoured
 
 
 def _check_foreign(name: str, value: Any, route: RouteName) -> None:

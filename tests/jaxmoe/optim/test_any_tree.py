@@ -83,7 +83,9 @@ def test_what_has_no_pair_goes_to_the_other_optimiser(name):
         "temperature": "others",
     }
     wanted = optax.partition({"matrices": make(0.1), "others": others}, labels)
-    assert_close(train(make(0.1, matrix_axes=AXES, others=others)), train(wanted), "elementwise")
+    assert_close(
+        train(make(0.1, matrix_axes=AXES, other_optimizer=others)), train(wanted), "elementwise"
+    )
 
 
 @every_optimizer
