@@ -34,7 +34,7 @@ from experiments.bench.peer import training_data
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
 from jaxmoe.layers.records import RoutingInputs, TokenInputs
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.flops import flops_per_token
@@ -380,7 +380,7 @@ def _parts(
 
     def mix(params: Any, x: Any) -> Any:
         inputs = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
-        out, _ = MoE(moe, model.context, execution, True).apply({"params": params}, x, inputs)
+        out, _ = MoELayer(moe, model.context, execution, True).apply({"params": params}, x, inputs)
         return out
 
     optimizer = _optimizer()

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.layers.feed_forwards.moe import layer
-from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.embedding import head_weight
 from jaxmoe.models.transformer import Transformer
@@ -271,7 +271,7 @@ def layer_values(moe):
 
 def apply_layer(moe, params, x, token_mask, execution=ON_ONE):
     model = dataclasses.replace(TINY, moe=moe, num_layers=1)
-    layer = MoE(moe, model.context, execution, train=True)
+    layer = MoELayer(moe, model.context, execution, train=True)
     routing = RoutingInputs(
         token_mask=token_mask, segment_ids=token_mask.astype(jnp.int32), router_state={}
     )

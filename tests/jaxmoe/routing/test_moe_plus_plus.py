@@ -11,7 +11,7 @@ import pytest
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.moe import computation
-from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import MoEConfig
@@ -95,7 +95,7 @@ def test_experts_without_computation_are_not_dispatched(monkeypatch):
         return jnp.zeros_like(x), jnp.zeros((num_experts,))
 
     monkeypatch.setattr(computation, "expert_parallel", recorded)
-    layer = MoE(LAYER, MODEL.context, ExecutionConfig(), train=True)
+    layer = MoELayer(LAYER, MODEL.context, ExecutionConfig(), train=True)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(BATCH, LENGTH, 16)), jnp.float32)
     mask = jnp.ones((BATCH, LENGTH), bool)
     routing = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.models.config import MoEConfig
 from jaxmoe.routing import (
@@ -94,7 +94,7 @@ def test_layer_equals_four_einsums():
     x = jnp.asarray(rng.normal(size=(ROWS, LENGTH, width)), jnp.float32)
     mask = jnp.asarray(MASK)
     routing = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
-    layer = MoE(MOE, model.context, ExecutionConfig(), True)
+    layer = MoELayer(MOE, model.context, ExecutionConfig(), True)
     boxed = jax.jit(layer.init)(jax.random.key(0), x, routing)["params"]
     params = jax.tree.map(
         lambda leaf: leaf.unbox(), boxed, is_leaf=lambda leaf: hasattr(leaf, "unbox")

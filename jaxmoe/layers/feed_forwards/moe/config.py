@@ -160,9 +160,9 @@ class MoEConfig(FeedForwardBase):
             train: Whether routers behave as in training.
             name: Name among the parameters.
         """
-        from jaxmoe.layers.feed_forwards.moe.layer import MoE  # noqa: PLC0415 (it imports this)
+        from jaxmoe.layers.feed_forwards.moe.layer import MoELayer  # noqa: PLC0415 (it imports this)
 
-        return MoE(self, context, execution, train, name=name)
+        return MoELayer(self, context, execution, train, name=name)
 
 
 def token_route(dispatcher: Dispatcher) -> TokenRoute | None:

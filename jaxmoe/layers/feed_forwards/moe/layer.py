@@ -51,7 +51,7 @@ class RouterParameters(nn.Module):
         return {name: declare(self, name, declarations[name]) for name in declarations}
 
 
-class MoE(nn.Module):
+class MoELayer(nn.Module):
     """A Mixture-of-Experts feed-forward layer."""
 
     moe: MoEConfig
