@@ -25,6 +25,7 @@ import difflib
 import functools
 import hashlib
 import json
+import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,6 +124,104 @@ def from_json(cls: type[Config], data: Any) -> Config:
             the message has the dotted path of the field and the closest existing name.
     """
     return _decode_config(config_classes(cls), data, "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ChoiceField:
+    """A field whose value is a config, one of some words, or a tuple of these."""
+
+    name: str
+    classes: tuple[type, ...]
+    words: tuple[Any, ...]
+    is_tuple: bool
+
+    def fault(self, value: Any) -> str | None:
+        """Return what is wrong with a value, after its name, and what to write; None if nothing."""
+        if not self.is_tuple or (value is None and type(None) in self.classes):
+            return self._item_fault(value)
+        if not isinstance(value, tuple):
+            return f"={value!r} must be a tuple: write {self.name}=({value!r},)"
+        return next((fault for item in value if (fault := self._item_fault(item))), None)
+
+    def _item_fault(self, value: Any) -> str | None:
+        if isinstance(value, self.classes) or value in self.words:
+            return None
+        configs = [cls for cls in self.classes if is_config(cls)]
+        if not configs:
+            return f"={value!r} must be {_listed(map(repr, self.words))}"
+        if isinstance(value, type) and issubclass(value, tuple(configs)):
+            return f" is the class {value.__name__}, not a config: write {self._written(value)}"
+        kinds = [kind for cls in configs if (kind := catalog.kind_of(cls)) is not None]
+        if not kinds:
+            texts = [f"a {cls.__name__}, {_import_of(cls)}" for cls in configs]
+            return f"={value!r} must be {_listed(texts)}"
+        names = catalog.names(kinds[0])
+        if not isinstance(value, str) or value not in names:
+            near = closest(str(value), names) if isinstance(value, str) else ""
+            return (
+                f"={value!r} must be the config of a {kinds[0]}{near} (there is {', '.join(names)})"
+            )
+        member = catalog.choice(kinds[0], value)
+        return (
+            f"={value!r} is a name, and the field takes a config: write {self._written(member)},"
+            f" {_import_of(member)}"
+        )
+
+    def _written(self, cls: type) -> str:
+        return (
+            f"{self.name}=({cls.__name__}(),)" if self.is_tuple else f"{self.name}={cls.__name__}()"
+        )
+
+
+def check_choices(section: str, config: Any) -> None:
+    """Refuse a name, a class or a number where a field takes a config, and an unknown word.
+
+    Args:
+        section: Prefix of the field names in the message; empty for a whole config.
+        config: The config that is validated.
+
+    Raises:
+        ValueError: Names the field, and what to write and to import.
+    """
+    for field in _choice_fields(type(config)):
+        if (fault := field.fault(getattr(config, field.name))) is not None:
+            raise ValueError(f"{section}{'.' if section else ''}{field.name}{fault}")
+
+
+@functools.cache
+def _choice_fields(cls: type) -> tuple[_ChoiceField, ...]:
+    """Return the fields of a config class that are choices."""
+    fields = []
+    for name, hint in field_types(cls).items():
+        tuple_hint = _tuple_option(hint)
+        options = tuple(option for option in alternatives(hint) if option is not tuple_hint)
+        options += typing.get_args(tuple_hint)[:1]
+        literals = [option for option in options if typing.get_origin(option) is Literal]
+        words = tuple(word for option in literals for word in typing.get_args(option))
+        classes = tuple(option for option in options if isinstance(option, type))
+        if words or any(map(is_config, classes)):
+            classes += (int,) if float in classes else ()
+            fields.append(_ChoiceField(name, classes, words, tuple_hint is not None))
+    return tuple(fields)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return " or ".join(texts)
+
+
+def _import_of(cls: type) -> str:
+    return f"from {public_module(cls)} import {cls.__name__}"
+
+
+def public_module(cls: type) -> str:
+    """Return the package from which users import a class, or its module."""
+    parts = cls.__module__.split(".")
+    for length in range(1, len(parts)):
+        package = sys.modules[".".join(parts[:length])]
+        names = getattr(package, "__all__", vars(package))
+        if cls.__name__ in names and getattr(package, cls.__name__) is cls:
+            return package.__name__
+    return cls.__module__
 
 
 def differences(

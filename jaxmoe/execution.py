@@ -14,6 +14,7 @@ import functools
 from typing import Any, Literal
 
 from jaxmoe import combinations
+from jaxmoe.configs import check_choices
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.kernels import KernelsConfig as KernelsConfig
 from jaxmoe.precision import PrecisionPolicy
@@ -131,6 +132,7 @@ class ExecutionConfig:
     devices that share a sequence; 0 for all at once."""
 
     def __post_init__(self):
+        check_choices("execution", self)
         combinations.check(execution=self)
         if self.mesh_fold is not None and -1 not in self.mesh.sizes:
             refine(self.mesh.by_axis, self.mesh_fold)

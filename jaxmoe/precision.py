@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.catalog import Registry
+from jaxmoe.configs import check_choices
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding.products.encoded import EncodedProduct
 from sharding.sequence_parallel.cache_formats import CacheFormat
@@ -144,6 +145,9 @@ class PrecisionPolicy:
     cache: CacheFormat = "compute"
     """Format of cached keys and values: the compute dtype, or rounded with a scale per token and
     head, for inference only. A pass without a cache rounds them in the same way."""
+
+    def __post_init__(self):
+        check_choices("execution.precision", self)
 
     @property
     def has_floating_weights(self) -> bool:

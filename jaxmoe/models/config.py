@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from jaxmoe import combinations
 from jaxmoe.adapters.base import Adapter
+from jaxmoe.configs import check_choices
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.carry import CarriedArray, carried_arrays
@@ -45,6 +46,9 @@ class LayerConfig:
     """Mixer of the layer; `model.attention` when None."""
     feed_forward: FeedForwardBase | None = None
     """Feed-forward of the layer; when None, `model.moe`, or a dense one in `model.dense_layers`."""
+
+    def __post_init__(self):
+        check_choices("layer", self)
 
 
 @with_field_docs
@@ -84,6 +88,7 @@ class ModelConfig:
     trains all of them."""
 
     def __post_init__(self):
+        check_choices("model", self)
         fields = ("vocab_size", "num_layers", "embed_dim", "dense_dim", "norm_epsilon")
         require_positive("model", self, *fields)
         wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]

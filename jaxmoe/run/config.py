@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 from jaxmoe import combinations
 from jaxmoe.catalog import choice
 from jaxmoe.checkpoint.damage import Verify
+from jaxmoe.configs import check_choices
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.data.batch_sizes import BatchSizes
 from jaxmoe.data.repacking import Assigner
@@ -211,6 +212,7 @@ class TrainingConfig:
     """Average that takes the place of the trained parameters after the last step; None for none."""
 
     def __post_init__(self):
+        check_choices("training", self)
         _check_least(self, "training", 1, "steps", "batch_size", "accumulation")
         _check_least(self, "training", 2, "sequence_length")
         if not 0 <= self.seed < 2**31:
@@ -472,6 +474,7 @@ class PretrainConfig:
         return self.evaluation.batch_size or self.training.batch_size
 
     def __post_init__(self):
+        check_choices("", self)
         self.training.objective.check(self.model)
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):

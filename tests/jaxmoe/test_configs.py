@@ -15,7 +15,11 @@ from jaxmoe.configs import (
     to_json,
     varying_fields,
 )
-from jaxmoe.models.config import ModelConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.models.config import LayerConfig, ModelConfig, MoEConfig
+from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.routing import CapacityConfig, LoadBalanceConfig, SigmoidTopKConfig
+from jaxmoe.run.config import PretrainConfig, TrainingConfig
 from tests.support.small_configs import (
     Balance,
     Bias,
@@ -186,3 +190,71 @@ def test_varying_fields_have_a_value_per_config():
         "model.moe.router.order": ['"before"', "-", '"after"'],
     }
     assert varying_fields(runs[:1]) == varying_fields([RUNS[0], RUNS[0]]) == {}
+
+
+CHOICES = {
+    (MoEConfig, "router", "sigmoid_topk"): (
+        "moe.router='sigmoid_topk' is a name, and the field takes a config: write"
+        " router=SigmoidTopKConfig(), from jaxmoe.routing import SigmoidTopKConfig"
+    ),
+    (MoEConfig, "router", "sigmoid"): (
+        "moe.router='sigmoid' must be the config of a router: did you mean 'sigmoid_topk'?"
+    ),
+    (MoEConfig, "router", SigmoidTopKConfig): (
+        "moe.router is the class SigmoidTopKConfig, not a config: write router=SigmoidTopKConfig()"
+    ),
+    (MoEConfig, "gate", "sqrt"): "write gate=SqrtGateConfig(), from jaxmoe.routing import Sqrt",
+    (MoEConfig, "balancers", ("load_balance",)): "write balancers=(LoadBalanceConfig(),), from",
+    (MoEConfig, "balancers", LoadBalanceConfig()): "must be a tuple: write balancers=(LoadBalance",
+    (MoEConfig, "capacity", 1.25): (
+        "moe.capacity=1.25 must be a CapacityConfig, from jaxmoe.routing import CapacityConfig"
+    ),
+    (SigmoidTopKConfig, "bias", "loss_free"): "write bias=LossFreeConfig(), from jaxmoe.routing",
+    (ModelConfig, "attention", "latent"): (
+        "write attention=LatentAttentionConfig(), from jaxmoe import LatentAttentionConfig"
+    ),
+    (
+        ModelConfig,
+        "moe",
+        "moe",
+    ): "model.moe='moe' must be a MoEConfig, from jaxmoe import MoEConfig",
+    (ModelConfig, "layers", ("mamba",)): "must be a LayerConfig, from jaxmoe.models.config import",
+    (LayerConfig, "mixer", "mamba"): "layer.mixer='mamba' is a name",
+    (ExecutionConfig, "dispatcher", "all_to_all"): (
+        "write dispatcher=AllToAllConfig(), from sharding.expert_parallel import AllToAllConfig"
+    ),
+    (ExecutionConfig, "mesh", 8): (
+        "execution.mesh=8 must be a MeshConfig, from sharding import MeshConfig"
+    ),
+    (
+        ExecutionConfig,
+        "rules",
+        "zero3",
+    ): "execution.rules='zero3' must be 'data_parallel' or 'zero1'",
+    (ExecutionConfig, "precision", "bfloat16"): "must be a PrecisionPolicy, from jaxmoe.precision",
+    (PrecisionPolicy, "compute", "bf16"): "execution.precision.compute='bf16' must be 'auto' or",
+    (
+        TrainingConfig,
+        "objective",
+        "next_token",
+    ): "write objective=NextTokenConfig(), from jaxmoe.tr",
+    (
+        PretrainConfig,
+        "optimizer",
+        "muonh",
+    ): "optimizer='muonh' is a name, and the field takes a con",
+}
+
+
+@pytest.mark.parametrize(("cls", "field", "value"), CHOICES)
+def test_a_value_that_is_no_choice_is_refused_with_what_to_import(cls, field, value):
+    config = cls()
+    object.__setattr__(config, field, value)  # tests check the types of the arguments before
+    with pytest.raises(ValueError) as refusal:
+        config.__post_init__()
+    assert CHOICES[cls, field, value] in str(refusal.value)
+
+
+def test_configs_of_a_choice_are_accepted():
+    config = MoEConfig(router=SigmoidTopKConfig(bias=None), capacity=CapacityConfig(factor=2))
+    assert config.router.name == "sigmoid_topk" and MoEConfig(capacity=None).capacity is None

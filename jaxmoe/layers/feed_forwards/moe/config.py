@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxmoe.catalog import choice
+from jaxmoe.configs import check_choices
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.carry import CarriedArray
@@ -67,6 +68,7 @@ class MoEConfig(FeedForwardBase):
     """Further experts that the router may choose, which compute nothing; not in num_experts."""
 
     def __post_init__(self):
+        check_choices("moe", self)
         require_positive("moe", self, "num_experts", "top_k", "expert_dim")
         if self.top_k > self.num_experts:
             raise ValueError(

@@ -32,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
+from jaxmoe.configs import check_choices
 from jaxmoe.routing.base import Arrays, Key, RouterInputs, ScoreFunction, Traits
 from jaxmoe.routing.biases.base import SelectionBias
 from jaxmoe.routing.routers.linear import check_jitter, linear_logits
@@ -56,6 +57,7 @@ class TopKConfig(TokenChoiceBase):
     """In training the input is multiplied by uniform numbers in 1 - jitter to 1 + jitter."""
 
     def __post_init__(self):
+        check_choices("router", self)
         check_jitter(self.jitter)
 
     @property
