@@ -12,6 +12,7 @@ from jaxmoe.models.config import MoEConfig as MoEConfig
 from jaxmoe.models.decode import generate as generate
 from jaxmoe.models.transformer import Output as Output
 from jaxmoe.models.transformer import Transformer as Transformer
+from jaxmoe.parts import MoE as MoE
 from jaxmoe.scaling.initialize import init_params as init_params
 from jaxmoe.scaling.initialize import parameter_table as parameter_table
 from jaxmoe.training.state import TrainState as TrainState

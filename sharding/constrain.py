@@ -292,6 +292,27 @@ def lie_at(
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=specs)
 
 
+def in_own_mesh(
+    function: Callable[..., tuple[Array, Any]], reference: Array
+) -> Callable[..., tuple[Array, Any]]:
+    """Return `function` with the Explicit axes of a user's mesh as Auto axes while it is traced.
+
+    Args:
+        function: Function of arrays, of an array of the shape of `reference` and a tree of arrays.
+        reference: Array as which the first result lies; the others are whole on every device.
+
+    Returns:
+        The function itself without a mesh, on Auto axes, and on a mesh of `sharding.make_mesh`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    if not axes or is_our_mesh(mesh.axis_names):
+        return function
+    spec = jax.typeof(reference).sharding.spec
+    return lie_at(function, axes=axes, specs=(spec, PartitionSpec()))
+
+
 def reshape_to(x: Array, shape: tuple[int, ...], spec: PartitionSpec) -> Array:
     """Return an array in another shape and layout; the compiler chooses the collectives."""
     names = jax.sharding.get_abstract_mesh().axis_names

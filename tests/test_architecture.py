@@ -88,6 +88,8 @@ ORDER = (
     "execution",
     "routing",
     "layers",
+    "parts",
+    "nnx",
     "adapters",
     "models",
     "optim",
@@ -628,7 +630,7 @@ def test_configs_are_frozen_and_every_field_has_its_help():
 
 INERT = """
 import importlib, json, logging, os, sys
-import chex, flax.linen, jax, numpy, optax, orbax.checkpoint
+import chex, flax.linen, flax.nnx, jax, numpy, optax, orbax.checkpoint
 from jax._src import xla_bridge
 modules, optional = json.loads(sys.argv[1])
 for name in list(sys.modules):

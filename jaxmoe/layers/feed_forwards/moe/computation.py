@@ -125,7 +125,7 @@ class Computation:
         inputs = _router_inputs(tokens, local, self.context.multipliers.router, extent)
         output = self.router.route(local.router, local.state, inputs, train=self.train, key=key)
         observer = observer_of(self.execution)
-        assignments, statistics = self._assign(output, inputs, key, observer)
+        assignments, statistics = assign(output, inputs, moe, observer, train=self.train, key=key)
         logits = output.logits
         if layout.own_axes:  # whole sequences were routed; continue with the device's own positions
             tokens, logits = (own_positions(a, batch, layout.own_axes) for a in (tokens, logits))
@@ -178,50 +178,6 @@ class Computation:
             losses=self._losses(local, key),
             observed=self._observe(tokens, logits, dispatch_assignments, local.weights, batch),
         )
-
-    def _assign(
-        self, output: RouterOutput, inputs: RouterInputs, key: Array | None, observer: Observer
-    ) -> tuple[Assignments, RouterStatistics]:
-        """Apply the gate and the capacity to a router's selection.
-
-        Args:
-            output: Output of the router.
-            inputs: Its inputs.
-            key: Key of this layer and step.
-            observer: Observer of the router.
-
-        Returns:
-            The assignments of tokens to experts, and the statistics of this device's tokens.
-        """
-        moe = self.moe
-        selection = output.selection
-        statistics = output.statistics
-        gate = moe.gate.build()
-        assignments = Assignments(
-            token_ids=selection.token_ids,
-            expert_ids=selection.expert_ids,
-            gates=gate(selection, selection.scores),
-            top_k=selection.top_k,
-        )
-        extra = statistics.extra
-        capacity = moe.capacity
-        if capacity is not None and (self.train or not capacity.traits.is_for_training):
-            assignments, more = capacity.assign(
-                assignments,
-                output,
-                inputs,
-                gate,
-                num_experts=moe.num_experts,
-                num_free=moe.num_zero_computation,
-                key=key,
-            )
-            num_kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
-            statistics = dataclasses.replace(statistics, kept=num_kept)
-            extra = extra | more
-        for balancer in of_statistics(moe.balancers):
-            extra = extra | balancer.observe(output, inputs)
-        extra = extra | observer.router(output, inputs)
-        return assignments, dataclasses.replace(statistics, extra=extra)
 
     def _token_moves(self, local: LocalInputs) -> TokenMoves | None:
         """Return how the tokens move, from what is known before routing; None: they stay."""
@@ -315,6 +271,58 @@ def _router_inputs(
         replayed=replayed,
         extent=extent,
     )
+
+
+def assign(
+    output: RouterOutput,
+    inputs: RouterInputs,
+    moe: MoEConfig,
+    observer: Observer,
+    *,
+    train: bool = False,
+    key: Array | None = None,
+) -> tuple[Assignments, RouterStatistics]:
+    """Apply the gate and the capacity to a router's selection.
+
+    Args:
+        output: Output of the router.
+        inputs: Its inputs.
+        moe: Gate, capacity and balancers.
+        observer: Observer of the router.
+        train: Whether a capacity for training acts.
+        key: Key of this layer and step; None where no random numbers are drawn.
+
+    Returns:
+        The assignments of tokens to experts, and the statistics of this device's tokens.
+    """
+    selection = output.selection
+    statistics = output.statistics
+    gate = moe.gate.build()
+    assignments = Assignments(
+        token_ids=selection.token_ids,
+        expert_ids=selection.expert_ids,
+        gates=gate(selection, selection.scores),
+        top_k=selection.top_k,
+    )
+    extra = statistics.extra
+    capacity = moe.capacity
+    if capacity is not None and (train or not capacity.traits.is_for_training):
+        assignments, more = capacity.assign(
+            assignments,
+            output,
+            inputs,
+            gate,
+            num_experts=moe.num_experts,
+            num_free=moe.num_zero_computation,
+            key=key,
+        )
+        num_kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
+        statistics = dataclasses.replace(statistics, kept=num_kept)
+        extra = extra | more
+    for balancer in of_statistics(moe.balancers):
+        extra = extra | balancer.observe(output, inputs)
+    extra = extra | observer.router(output, inputs)
+    return assignments, dataclasses.replace(statistics, extra=extra)
 
 
 def _without_zero_computation(assignments: Assignments, num_experts: int) -> Assignments:
