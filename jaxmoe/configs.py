@@ -148,13 +148,13 @@ class _ChoiceField:
             return None
         configs = [cls for cls in self.classes if is_config(cls)]
         if not configs:
-            return f"={value!r} must be {_listed(map(repr, self.words))}"
+            return f"={value!r} must be {' or '.join(map(repr, self.words))}"
         if isinstance(value, type) and issubclass(value, tuple(configs)):
             return f" is the class {value.__name__}, not a config: write {self._written(value)}"
         kinds = [kind for cls in configs if (kind := catalog.kind_of(cls)) is not None]
         if not kinds:
             texts = [f"a {cls.__name__}, {_import_of(cls)}" for cls in configs]
-            return f"={value!r} must be {_listed(texts)}"
+            return f"={value!r} must be {' or '.join(texts)}"
         names = catalog.names(kinds[0])
         if not isinstance(value, str) or value not in names:
             near = closest(str(value), names) if isinstance(value, str) else ""
@@ -203,10 +203,6 @@ def _choice_fields(cls: type) -> tuple[_ChoiceField, ...]:
             classes += (int,) if float in classes else ()
             fields.append(_ChoiceField(name, classes, words, tuple_hint is not None))
     return tuple(fields)
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return " or ".join(texts)
 
 
 def _import_of(cls: type) -> str:

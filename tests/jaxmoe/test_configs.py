@@ -207,7 +207,11 @@ CHOICES = {
     (MoEConfig, "balancers", ("load_balance",)): "write balancers=(LoadBalanceConfig(),), from",
     (MoEConfig, "balancers", LoadBalanceConfig()): "must be a tuple: write balancers=(LoadBalance",
     (MoEConfig, "capacity", 1.25): (
-        "moe.capacity=1.25 must be a CapacityConfig, from jaxmoe.routing import CapacityConfig"
+        "moe.capacity=1.25 must be the config of a capacity (there is capacity, token_rounding)"
+    ),
+    (MoEConfig, "zero_computation", 2): (
+        "moe.zero_computation=2 must be a ZeroComputationConfig, from jaxmoe.routing import"
+        " ZeroComputationConfig"
     ),
     (SigmoidTopKConfig, "bias", "loss_free"): "write bias=LossFreeConfig(), from jaxmoe.routing",
     (ModelConfig, "attention", "latent"): (

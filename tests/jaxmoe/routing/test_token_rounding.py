@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.feed_forwards.moe.layer import MoE
+from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.routing import (
     CAPACITIES,
@@ -334,7 +334,7 @@ def values():
 
 def apply_layer(moe, params, x, mask, *, train=True):
     model = dataclasses.replace(WIDE, moe=moe, num_layers=1)
-    layer = MoE(moe, model.context, EXECUTIONS["expert8"], train=train)
+    layer = MoELayer(moe, model.context, EXECUTIONS["expert8"], train=train)
     routing = RoutingInputs(token_mask=mask, segment_ids=mask.astype(jnp.int32), router_state={})
     y, outputs = layer.apply({"params": params}, x, routing)
     return y, outputs.statistics
