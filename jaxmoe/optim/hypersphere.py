@@ -34,7 +34,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.optim.adamw import adamw
-from jaxmoe.optim.matrices import Matrix, beside, matrices_of, spell_path
+from jaxmoe.optim.matrices import Matrix, beside, matrices_of, spell_path, stacked_axes
 from jaxmoe.optim.steps import (
     Number,
     Rate,
@@ -117,7 +117,7 @@ def on_sphere(
 def adamh(
     learning_rate: Rate,
     *,
-    matrix_axes: Any = (-2, -1),
+    matrix_axes: Any = None,
     sphere: Sphere = "matrix",
     beta1: Number = 0.9,
     beta2: Number = 0.95,
@@ -146,7 +146,7 @@ def adamh(
     check_numbers(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     steps = on_sphere(
         learning_rate,
-        matrix_axes=matrix_axes,
+        matrix_axes=stacked_axes(matrix_axes),
         sphere=sphere,
         weight_decay=weight_decay,
         name="adamh",

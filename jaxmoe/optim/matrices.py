@@ -11,7 +11,8 @@
 
 Kernels are (in, out), as in x @ W. Every other dimension counts matrices: layers, experts. A
 parameter of fewer than two dimensions, or with None in the tree, is no matrix: `beside` gives it to
-another optimiser.
+another optimiser. Where None stands for the tree, those of exactly two dimensions are matrices, as
+for `optax.contrib.muon`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def beside(
     Args:
         of_matrices: Transformation of matrices.
         of_others: Transformation of all other parameters.
-        matrix_axes: Pair or tree of pairs; see the module's docstring.
+        matrix_axes: Pair, tree of pairs, or None; see the module's docstring.
         optimizer: Name of the optimiser, for errors.
     """
 
@@ -99,7 +100,12 @@ def beside(
         is_matrix = len(leaf.shape) >= 2 and axes is not None and not _is_masked(axes)
         return _MATRICES if is_matrix else _OTHERS
 
+    def plain_label(leaf: Any) -> Any:
+        return leaf if _is_masked(leaf) else (_MATRICES if len(leaf.shape) == 2 else _OTHERS)
+
     def labels(params: Any) -> Any:
+        if matrix_axes is None:
+            return jax.tree.map(plain_label, params, is_leaf=_is_masked)
         if is_axes(matrix_axes):
             return jax.tree.map(lambda leaf: label(matrix_axes, leaf), params, is_leaf=_is_masked)
         _check_like(params, matrix_axes, optimizer)
@@ -108,6 +114,15 @@ def beside(
     stays_finite = all(isinstance(part, FiniteTransformation) for part in (of_matrices, of_others))
     parts = optax.partition({_MATRICES: of_matrices, _OTHERS: of_others}, labels)
     return standard_promotion(parts, stays_finite=stays_finite)
+
+
+def stacked_axes(matrix_axes: Any) -> Any:
+    """Return the pair or tree of pairs that the transformation of matrices needs.
+
+    Args:
+        matrix_axes: Pair, tree of pairs, or None for matrices of exactly two dimensions.
+    """
+    return (-2, -1) if matrix_axes is None else matrix_axes
 
 
 def _check_like(params: Any, matrix_axes: Any, optimizer: str) -> None:

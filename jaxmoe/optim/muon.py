@@ -36,7 +36,7 @@ from jaxtyping import Array, Int
 
 from jaxmoe.optim.adamw import ADAM, adamw, adamw_group
 from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer, RoleGroups
-from jaxmoe.optim.matrices import Matrix, beside, matrices_of
+from jaxmoe.optim.matrices import Matrix, beside, matrices_of, stacked_axes
 from jaxmoe.optim.newton_schulz import Coefficients, newton_schulz
 from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion, straight_steps
 from jaxmoe.parameters import Group
@@ -264,7 +264,7 @@ def scale_by_muon(
 def muon(
     learning_rate: Rate,
     *,
-    matrix_axes: Any = (-2, -1),
+    matrix_axes: Any = None,
     momentum: Number = 0.95,
     nesterov: bool = True,
     form: Form = "sum",
@@ -278,13 +278,15 @@ def muon(
 ) -> optax.GradientTransformation:
     """Return Muon for the matrices of any tree, and AdamW for the rest of it.
 
-    Embeddings and heads are matrices too, unless their pair in `matrix_axes` is None.
+    Embeddings and heads are matrices too, unless their pair in `matrix_axes` is None. Experts in
+    one array need a pair, (-2, -1), and so do kernels that divide heads, ((-3,), (-2, -1)).
 
     Args:
         learning_rate: A number, or a function of the optimiser's step.
         matrix_axes: Dimensions that form the matrix: a pair, or a tree of pairs like the
             parameters, None for what is no matrix. All others count matrices, such as experts,
-            each of which is orthogonalised by itself.
+            each of which is orthogonalised by itself. None for a tree in which matrices are arrays
+            of two dimensions.
         momentum: Momentum of the gradients.
         nesterov: Whether to look ahead by one step.
         form: Form of the momentum, "sum" or "ema".
@@ -303,7 +305,7 @@ def muon(
     """
     check_numbers(weight_decay=weight_decay)
     directions = scale_by_muon(
-        matrix_axes=matrix_axes,
+        matrix_axes=stacked_axes(matrix_axes),
         momentum=momentum,
         nesterov=nesterov,
         form=form,

@@ -18,7 +18,7 @@ import optax
 from jaxmoe.optim.adamw import ADAM, adam_directions, adamw, adamw_group
 from jaxmoe.optim.groups import GroupMembers, GroupTraits, RoleGroups
 from jaxmoe.optim.hypersphere import Sphere, on_sphere
-from jaxmoe.optim.matrices import beside
+from jaxmoe.optim.matrices import beside, stacked_axes
 from jaxmoe.optim.muon import ComputeDtype, Form, MatrixOptimizer, muon_directions, scale_by_muon
 from jaxmoe.optim.newton_schulz import Coefficients
 from jaxmoe.optim.steps import Number, Rate, check_numbers, standard_promotion
@@ -76,7 +76,7 @@ class MuonHConfig(MatrixOptimizer):
 def muonh(
     learning_rate: Rate,
     *,
-    matrix_axes: Any = (-2, -1),
+    matrix_axes: Any = None,
     sphere: Sphere = "matrix",
     momentum: Number = 0.95,
     nesterov: bool = True,
@@ -95,8 +95,7 @@ def muonh(
 
     Args:
         learning_rate: Share of the matrix's norm per step; a number, or a function of the step.
-        matrix_axes: Dimensions that form the matrix: a pair, or a tree of pairs like the
-            parameters, None for what is no matrix. All others count matrices, such as experts.
+        matrix_axes: Dimensions that form the matrix, as for `muon`. All others count matrices.
         sphere: "matrix", one per matrix; or "stack", one over all batch dimensions but the first,
             which counts layers: it changes nothing in [E in out].
         momentum: Momentum of the gradients.
@@ -115,7 +114,7 @@ def muonh(
     """
     check_numbers(weight_decay=weight_decay)
     direction = scale_by_muon(
-        matrix_axes=matrix_axes,
+        matrix_axes=stacked_axes(matrix_axes),
         momentum=momentum,
         nesterov=nesterov,
         form=form,
@@ -127,7 +126,7 @@ def muonh(
     )
     steps = on_sphere(
         learning_rate,
-        matrix_axes=matrix_axes,
+        matrix_axes=stacked_axes(matrix_axes),
         sphere=sphere,
         weight_decay=weight_decay,
         name="muonh",

@@ -50,8 +50,9 @@ def train(optimizer, steps=4, promotion="strict"):
     return params
 
 
-def test_muon_separates_as_optax_does():
-    """One rate for all, AdamW for what is no matrix, which optax makes Nesterov's with Muon's."""
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_muon_separates_as_optax_does(has_experts):
+    """One rate for all, AdamW for what has not two dimensions; with experts by an argument."""
     numbers = optax.contrib.MuonDimensionNumbers
     dims = {
         "embedding": numbers(),
@@ -66,23 +67,34 @@ def test_muon_separates_as_optax_does():
         weight_decay=0.2,
         adam_b2=0.95,
         adam_weight_decay=0.0,
-        muon_weight_dimension_numbers=dims,
+        muon_weight_dimension_numbers=dims if has_experts else None,
     )
-    ours = muon(0.1, nesterov=False, form="ema", scale="clip_norm", weight_decay=0.2)
+    ours = muon(
+        0.1,
+        matrix_axes=(-2, -1) if has_experts else None,
+        nesterov=False,
+        form="ema",
+        scale="clip_norm",
+        weight_decay=0.2,
+        other_optimizer=None if has_experts else adamw(0.1),
+    )
     assert_close(train(ours), train(theirs, promotion="standard"), "matmul")
 
 
 @every_optimizer
 def test_what_has_no_pair_goes_to_the_other_optimiser(name):
     """As by `optax.partition` with labels of one's own."""
-    make, others = BY_NAME[name], adamw(0.3, beta1=0.8)
+    make = BY_NAME[name]
+    others = adamw(0.3, beta1=0.8)
     labels = {
         "embedding": "others",
         "layer": {"kernel": "matrices", "bias": "others"},
         "experts": "matrices",
         "temperature": "others",
     }
-    wanted = optax.partition({"matrices": make(0.1), "others": others}, labels)
+    wanted = optax.partition(
+        {"matrices": make(0.1, matrix_axes=(-2, -1)), "others": others}, labels
+    )
     assert_close(
         train(make(0.1, matrix_axes=AXES, other_optimizer=others)), train(wanted), "elementwise"
     )

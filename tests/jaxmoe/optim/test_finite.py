@@ -33,9 +33,9 @@ MAGNITUDES = {
 OPTIMISERS = {
     "adamw": lambda: adamw(0.1, weight_decay=0.1),
     "adamw_slow_first_moment": lambda: adamw(0.1, beta1=0.999, beta2=0.1),
-    "adamh": lambda: adamh(0.1),
-    "muon": lambda: muon(0.1),
-    "muonh": lambda: muonh(0.1),
+    "adamh": lambda: adamh(0.1, matrix_axes=(-2, -1)),
+    "muon": lambda: muon(0.1, matrix_axes=(-2, -1)),
+    "muonh": lambda: muonh(0.1, matrix_axes=(-2, -1)),
 }
 
 

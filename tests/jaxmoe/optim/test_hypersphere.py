@@ -3,6 +3,7 @@
 """Steps on spheres: constant norm, step by the learning rate, no effect of decay; MuonH and AdamH
 against a loop over matrices in numpy."""
 
+import functools
 import inspect
 import math
 
@@ -18,7 +19,10 @@ from jaxmoe.optim.hypersphere import on_sphere
 from tests.support import muon_oracle
 from tests.support.tolerances import assert_close
 
-OPTIMIZERS = {"muonh": (muonh, muon_oracle.muonh), "adamh": (adamh, muon_oracle.adamh)}
+OPTIMIZERS = {
+    "muonh": (functools.partial(muonh, matrix_axes=(-2, -1)), muon_oracle.muonh),
+    "adamh": (functools.partial(adamh, matrix_axes=(-2, -1)), muon_oracle.adamh),
+}
 DIRECTIONS = {"muonh": muon_oracle.muon_directions, "adamh": muon_oracle.adam_directions}
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_sphere = pytest.mark.parametrize("sphere", ["matrix", "stack"])
@@ -158,7 +162,7 @@ def test_experts_share_a_sphere_only_in_a_stack():
     ratios = {}
     for sphere in ("matrix", "stack"):
         params = on_device(start)
-        optimizer = muonh(0.05, sphere=sphere)
+        optimizer = muonh(0.05, matrix_axes=(-2, -1), sphere=sphere)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(40):
             noise = random({"w": (1, 4, 8, 6)}, step + 1)["w"]
@@ -258,7 +262,11 @@ def test_bad_arguments_are_refused():
 def test_groups_share_one_tree_by_partition():
     params = on_device({**random({"hidden": (2, 4, 6), "head": (6, 9)}, 0), "gain": np.ones(6)})
     labels = {"hidden": "muonh", "head": "adamh", "gain": "sgd"}
-    groups = {"muonh": muonh(0.1), "adamh": adamh(0.1), "sgd": optax.sgd(0.1)}
+    groups = {
+        "muonh": muonh(0.1, matrix_axes=(-2, -1)),
+        "adamh": adamh(0.1),
+        "sgd": optax.sgd(0.1),
+    }
     optimizer = optax.partition(groups, labels)
     updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
     for name in ("hidden", "head"):

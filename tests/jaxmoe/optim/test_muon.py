@@ -57,6 +57,7 @@ def last_two(shapes):
 def test_equals_optax(coefficients, nesterov):
     ours = muon(
         lambda count: 0.1 / (count + 1),
+        matrix_axes=(-2, -1),
         form="ema",
         nesterov=nesterov,
         coefficients=coefficients,
@@ -75,7 +76,7 @@ def test_equals_optax(coefficients, nesterov):
 
 
 def test_equals_optax_with_the_same_rms():
-    ours = muon(0.1, form="ema", momentum=0.8, scale="rms_norm")
+    ours = muon(0.1, matrix_axes=(-2, -1), form="ema", momentum=0.8, scale="rms_norm")
     theirs = optax_muon(0.1, last_two(SHAPES), beta=0.8, ns_coeffs="dion", consistent_rms=0.2)
     wanted = train(theirs, SHAPES, promotion="standard")
     assert_close(train(ours, SHAPES), wanted, "matmul")
@@ -90,7 +91,7 @@ def test_equals_optax_with_two_output_dimensions():
 
 
 def test_the_sum_form_equals_the_oracle():
-    path = train(muon(0.1, momentum=0.9, weight_decay=0.3), SHAPES)
+    path = train(muon(0.1, matrix_axes=(-2, -1), momentum=0.9, weight_decay=0.3), SHAPES)
     for name in SHAPES:
         gradients = [random(SHAPES, step)[name] for step in range(1, STEPS + 1)]
         start = random(SHAPES, 0)[name]
@@ -100,7 +101,9 @@ def test_the_sum_form_equals_the_oracle():
 
 def test_momentum_forms_converge_after_the_first_steps():
     """The forms weight the last two gradients differently until mu^t vanishes."""
-    one, other = (muon(0.1, momentum=0.5, form=form) for form in ("sum", "ema"))
+    one, other = (
+        muon(0.1, matrix_axes=(-2, -1), momentum=0.5, form=form) for form in ("sum", "ema")
+    )
     first, second = train(one, SHAPES, steps=30), train(other, SHAPES, steps=30)
 
     def steps(path, t):
@@ -127,7 +130,7 @@ def test_the_scale_depends_on_the_shape(scale, wanted, is_tall):
 
 def test_momentum_is_f32_whatever_the_parameters():
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), random(SHAPES, 0))
-    optimizer = muon(0.1)
+    optimizer = muon(0.1, matrix_axes=(-2, -1))
     updates, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
     floats = [leaf for leaf in jax.tree.leaves((updates, state)) if leaf.ndim]
     assert len(floats) == 8 and {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
@@ -135,7 +138,7 @@ def test_momentum_is_f32_whatever_the_parameters():
 
 def test_newton_schulz_in_bfloat16():
     grads = jax.tree.map(jnp.asarray, random(SHAPES, 1))
-    one, other = (muon(1.0, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    one, other = (muon(1.0, matrix_axes=(-2, -1), dtype=dtype) for dtype in ("float32", "bfloat16"))
     first, second = (o.update(grads, o.init(grads), grads)[0] for o in (one, other))
     for name in SHAPES:
         gap = np.linalg.norm(np.asarray(first[name] - second[name]))

@@ -156,7 +156,7 @@ def test_an_update_is_the_same_in_an_auto_mesh():
     """Auto axes with names of their own: XLA lays out."""
     params, grads = values({"w": (2, 3, 8, 16)}), values({"w": (3, 2, 16, 8)})
     grads = {"w": grads["w"].reshape(2, 3, 8, 16)}
-    optimizer = muonh(0.1, sphere="stack")
+    optimizer = muonh(0.1, matrix_axes=(-2, -1), sphere="stack")
     wanted = train(optimizer, params, grads)
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     spread = NamedSharding(mesh, P(None, None, "fsdp", "tp"))

@@ -165,7 +165,7 @@ OPTIMIZERS = {
     # The root of a tiny second moment would turn rounding into a step.
     "adamw": adamw(1e-2, epsilon=1e-3, weight_decay=0.1),
     "muonh": optax.partition(
-        {"muonh": muonh(1e-2), "adamw": adamw(1e-2, epsilon=1e-3)},
+        {"muonh": muonh(1e-2, matrix_axes=(-2, -1)), "adamw": adamw(1e-2, epsilon=1e-3)},
         lambda params: jax.tree_util.tree_map_with_path(
             lambda path, _: "muonh" if "experts" in str(path) else "adamw", params
         ),

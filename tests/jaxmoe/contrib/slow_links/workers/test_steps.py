@@ -44,7 +44,7 @@ def _kinds(params):
 
 OPTIMIZERS = {
     "adam": ADAM,
-    "muon": optax.partition({"matrix": muon(0.02), "vector": ADAM}, _kinds),
+    "muon": optax.partition({"matrix": muon(0.02, matrix_axes=(-2, -1)), "vector": ADAM}, _kinds),
 }
 
 
