@@ -21,6 +21,7 @@ from typing import Final
 from experiments.cli.flags import exit_on_bad_configuration
 from jaxmoe.checkpoint.huggingface.hub import is_hub_name
 from jaxmoe.configs import closest
+from jaxmoe.disk import check_local
 from jaxmoe.run.directory import RunDirectory
 
 DEMO: Final = "runs/pretrain/tiny"
@@ -98,7 +99,7 @@ def _is_model(word: str) -> bool:
     """Return whether a word is neither a flag nor a choice, such as data:chat."""
     if word.startswith("-"):
         return False
-    return ":" not in word or pathlib.Path(word).exists()
+    return ":" not in word or "://" in word or pathlib.Path(word).exists()
 
 
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
@@ -125,6 +126,7 @@ def check_model(word: str) -> None:
     Raises:
         ValueError: Says what was looked for, and which runs there are.
     """
+    check_local("MODEL", word)
     path = pathlib.Path(word)
     if path.is_dir() or is_hub_name(word):
         return

@@ -89,6 +89,7 @@ GROUPS = {
         program,
         (
             "--model.moe.balancers load_balance router_z",
+            "model.moe.capacity:token_rounding --model.moe.capacity.tile 16",
             "diffusion",
             "--model.layers layer layer model.layers.1.feed_forward:ultra_mem",
             "--model.layers layer layer model.layers.1.feed_forward:two_sizes",

@@ -7,9 +7,8 @@
     python -m experiments.transfer --points 64 256 --rates 0.002 0.004 0.008 --seeds 5
     python -m experiments.transfer --check coordinates
 
-An arm, a parameterisation with its optimizer, is trained at every point, rate and seed; a parabola
-in log rate gives the best rate, a bootstrap its interval. The same command continues after the last
-trial. Exit codes: 0 done, 1 the check failed, 2 bad flags, 75 and 130 stopped by a signal.
+Trains every arm at every point, rate and seed; a parabola in log rate gives the best rate. The same
+command continues. Exit codes: 0 done, 1 check failed, 2 bad flags, 75 and 130 stopped by a signal.
 """
 
 from __future__ import annotations
