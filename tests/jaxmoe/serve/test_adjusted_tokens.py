@@ -88,6 +88,7 @@ def _rows(sampling, history, num_prompt):
     return adjustments
 
 
+@pytest.mark.slow
 def test_changed_logits_are_those_of_transformers():
     """Repetition penalty, biases and least length of `transformers`, on the same logits."""
     torch = pytest.importorskip("torch")

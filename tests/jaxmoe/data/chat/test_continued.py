@@ -24,6 +24,7 @@ def _tokenizer(place, template):
     return read_template(place), FileConfig(path=str(place)).build(tuple, place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [CHATML, LLAMA], ids=["chatml", "trims"])
 @pytest.mark.parametrize("content", ["the and", "the and ", " the\n", "quick the"])
 def test_a_message_is_continued_as_by_transformers(tmp_path, template, content):
@@ -50,6 +51,7 @@ def test_a_continued_message_ends_with_its_content(template):
     assert ids.tolist() == whole[: len(ids)].tolist()
 
 
+@pytest.mark.slow
 def test_variables_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     ours, tokenizer = _tokenizer(tmp_path / "t", VARIABLE)

@@ -112,6 +112,7 @@ def test_more_alternatives_than_the_server_has_are_refused(client):
             client.completions.create(**ASKED, prompt=PROMPT, extra_body=extra)
 
 
+@pytest.mark.slow
 def test_the_evaluation_harness_gets_the_numbers_of_a_whole_pass(address):
     """Its own client of completions, unchanged: sums of log-probabilities, and whether greedy."""
     models = pytest.importorskip("lm_eval.models.openai_completions")
