@@ -91,8 +91,8 @@ def _rows(sampling, history, num_prompt):
 @pytest.mark.slow
 def test_changed_logits_are_those_of_transformers():
     """Repetition penalty, biases and least length of `transformers`, on the same logits."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
+    transformers = pytest.importorskip("transformers", reason="not installed: extra hf")
     rng = np.random.default_rng(0)
     for _ in range(20):
         logits = rng.normal(0, 3, (1, VOCAB)).astype(np.float32)

@@ -23,7 +23,6 @@ from jaxmoe.serve.plan import Shapes
 from tests.support.endpoint import serving
 from tests.support.serving import MODEL, params
 
-pytest.importorskip("llguidance")
 CODEC = TextOnlyConfig().build()
 GRAMMARS = Grammars(CODEC, CODEC.vocab_size, ())
 PROMPT = tuple(b"answer:")

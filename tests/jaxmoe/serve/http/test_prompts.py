@@ -115,8 +115,9 @@ def test_more_alternatives_than_the_server_has_are_refused(client):
 @pytest.mark.slow
 def test_the_evaluation_harness_gets_the_numbers_of_a_whole_pass(address):
     """Its own client of completions, unchanged: sums of log-probabilities, and whether greedy."""
-    models = pytest.importorskip("lm_eval.models.openai_completions")
-    pytest.importorskip("tenacity")  # of its clients
+    models = pytest.importorskip(
+        "lm_eval.models.openai_completions", reason="lm_eval is not installed: extra lm-eval"
+    )
     client = models.LocalCompletionsAPI(
         base_url=f"{address}/v1/completions",
         model="speller",
