@@ -44,7 +44,7 @@ from jaxmoe.routing import (
     TokenRoundingConfig,
 )
 from jaxmoe.routing.balancers import of_statistics
-from jaxmoe.routing.capacity import ADDED
+from jaxmoe.routing.capacity import ADDED, RouterChoice
 from sharding.assignments import Assignments
 from sharding.expert_parallel.permute import loads
 
@@ -193,25 +193,15 @@ def _assign(
     moe: MoEConfig, output: RouterOutput, inputs: RouterInputs, key: Array | None
 ) -> tuple[Assignments, dict[str, Array]]:
     """Return the assignments of a router's choice, and the statistics of the capacity."""
-    selection = output.selection
-    gate = moe.gate.build()
-    assignments = Assignments(
-        token_ids=selection.token_ids,
-        expert_ids=selection.expert_ids,
-        gates=gate(selection, selection.scores),
-        top_k=selection.top_k,
-    )
-    if moe.capacity is None:
-        return assignments, {}
-    return moe.capacity.assign(
-        assignments,
+    choice = RouterChoice.of(
         output,
         inputs,
-        gate,
+        moe.gate.build(),
         num_experts=moe.num_experts,
         num_free=moe.num_zero_computation,
         key=key,
     )
+    return (choice.assignments, {}) if moe.capacity is None else moe.capacity.assign(choice)
 
 
 def in_words(summary: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -25,6 +26,7 @@ from experiments.cli.launcher import watch_launcher
 from experiments.cli.output import write
 from jaxmoe.disk import cache_directory
 from jaxmoe.errors import printable
+from jaxmoe.host_memory import return_memory
 from sharding.distributed import start_processes
 
 _MALLOPT = {-1: -1, -2: 64 * 2**20, -4: 0, -8: 1}
@@ -138,27 +140,26 @@ class _Printed(logging.Handler):
         write(printable(record.getMessage(), kept="\n\t"))
 
 
+@functools.cache
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next step; return False without glibc.
 
     What a compilation has freed, hundreds of megabytes, returns to the kernel: no step needs it.
     """
     try:
-        libc = ctypes.CDLL(None)
-        mallopt = libc.mallopt
-        trim = libc.malloc_trim
+        mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-
-    def end_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
-        if event == _COMPILED and duration_secs > _LONG_COMPILATION:
-            trim(0)
-
     if not all(mallopt(option, value) == 1 for option, value in _MALLOPT.items()):
         return False
-    jax.monitoring.register_event_duration_secs_listener(end_compilation)
+    jax.monitoring.register_event_duration_secs_listener(_end_compilation)
     return True
+
+
+def _end_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    del kwargs
+    if event == _COMPILED and duration_secs > _LONG_COMPILATION:
+        return_memory()
 
 
 _LIBRARY = "libjax_common.so"

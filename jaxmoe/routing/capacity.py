@@ -35,7 +35,7 @@ import abc
 import dataclasses
 import fractions
 import math
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,53 @@ class CapacityTraits:
     """Slots of added tokens of each expert, for the sequences of a device together."""
 
 
+class RouterChoice(NamedTuple):
+    """What a router has chosen, with its gates."""
+
+    assignments: Assignments
+    """The choice, token-major for most routers."""
+    output: RouterOutput
+    """Output of the router, whose selection these are."""
+    inputs: RouterInputs
+    gate: GateBase
+    num_experts: int
+    """Experts E that compute."""
+    num_free: int = 0
+    """Experts Z without computation, which have the last ids."""
+    key: Key = None
+    """Key of this layer and step; None where no random numbers are drawn."""
+
+    @classmethod
+    def of(
+        cls,
+        output: RouterOutput,
+        inputs: RouterInputs,
+        gate: GateBase,
+        *,
+        num_experts: int,
+        num_free: int = 0,
+        key: Key = None,
+    ) -> RouterChoice:
+        """Return the choice of a router, with the gates of its selection.
+
+        Args:
+            output: Output of the router.
+            inputs: Inputs of the router.
+            gate: The gate.
+            num_experts: Experts E that compute.
+            num_free: Experts Z without computation.
+            key: Key of this layer and step.
+        """
+        selection = output.selection
+        assignments = Assignments(
+            token_ids=selection.token_ids,
+            expert_ids=selection.expert_ids,
+            gates=gate(selection, selection.scores),
+            top_k=selection.top_k,
+        )
+        return cls(assignments, output, inputs, gate, num_experts, num_free, key)
+
+
 class CapacityBase(abc.ABC):
     """Base class of capacity configs; a capacity has no parameters, so the config is the
     capacity."""
@@ -82,27 +129,11 @@ class CapacityBase(abc.ABC):
         """Properties of the capacity."""
 
     @abc.abstractmethod
-    def assign(
-        self,
-        assignments: Assignments,
-        output: RouterOutput,
-        inputs: RouterInputs,
-        gate: GateBase,
-        *,
-        num_experts: int,
-        num_free: int = 0,
-        key: Key = None,
-    ) -> tuple[Assignments, Arrays]:
+    def assign(self, choice: RouterChoice) -> tuple[Assignments, Arrays]:
         """Return the assignments that are computed.
 
         Args:
-            assignments: The router's choice with its gates, token-major.
-            output: Output of the router, whose selection these are.
-            inputs: Inputs of the router.
-            gate: The gate.
-            num_experts: Experts E that compute.
-            num_free: Experts Z without computation, which have the last ids.
-            key: Key of this layer and step; None where no random numbers are drawn.
+            choice: What the router has chosen.
 
         Returns:
             The assignments, with E + Z as the expert of an empty slot, and further additive
@@ -174,22 +205,15 @@ class CapacityConfig(CapacityBase):
         """In training and evaluation alike; the slots stay where they are."""
         return CapacityTraits()
 
-    def assign(
-        self,
-        assignments: Assignments,
-        output: RouterOutput,
-        inputs: RouterInputs,
-        gate: GateBase,
-        *,
-        num_experts: int,
-        num_free: int = 0,
-        key: Key = None,
-    ) -> tuple[Assignments, Arrays]:
+    def assign(self, choice: RouterChoice) -> tuple[Assignments, Arrays]:
         """Empty the slots that exceed the capacity of their expert; see `limit`."""
-        del output, gate, key
-        length = inputs.extent.sequence_length or inputs.x.shape[0]
+        inputs = choice.inputs
         limited = limit(
-            assignments, self, sequence_length=length, num_experts=num_experts, num_free=num_free
+            choice.assignments,
+            self,
+            sequence_length=inputs.extent.sequence_length or inputs.x.shape[0],
+            num_experts=choice.num_experts,
+            num_free=choice.num_free,
         )
         return limited, {}
 

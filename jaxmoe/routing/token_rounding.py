@@ -61,12 +61,10 @@ from jaxmoe.routing.base import (
     Arrays,
     Key,
     RouterInputs,
-    RouterOutput,
     Selection,
     chosen_experts,
 )
-from jaxmoe.routing.capacity import ADDED, CapacityBase, CapacityTraits
-from jaxmoe.routing.gates import GateBase
+from jaxmoe.routing.capacity import ADDED, CapacityBase, CapacityTraits, RouterChoice
 from jaxmoe.routing.routers.noise import require_key
 from jaxmoe.routing.scopes import (
     Scope,
@@ -154,29 +152,20 @@ class TokenRoundingConfig(CapacityBase):
         del top_k, num_experts, num_free, is_causal
         return []
 
-    def assign(
-        self,
-        assignments: Assignments,
-        output: RouterOutput,
-        inputs: RouterInputs,
-        gate: GateBase,
-        *,
-        num_experts: int,
-        num_free: int = 0,
-        key: Key = None,
-    ) -> tuple[Assignments, Arrays]:
+    def assign(self, choice: RouterChoice) -> tuple[Assignments, Arrays]:
         """Drop and add assignments until every load is a multiple of the tile."""
-        del num_free
-        selection = output.selection
+        assignments = choice.assignments
+        selection = choice.output.selection
+        num_experts = choice.num_experts
         if assignments.top_k is None:
             raise ValueError(
                 "token_rounding needs token-major assignments: this router sets its own load"
             )
-        scores = pair_scores(selection, output.probs)
-        gates_TE = gate.pair_gates(selection, selection.scores, scores)
+        scores = pair_scores(selection, choice.output.probs)
+        gates_TE = choice.gate.pair_gates(selection, selection.scores, scores)
         ids_TK = assignments.expert_ids.reshape(-1, assignments.top_k)
         is_chosen = chosen_experts(ids_TK, num_experts)
-        is_computed = self._choose(is_chosen, gates_TE, inputs, assignments.top_k, key)
+        is_computed = self._choose(is_chosen, gates_TE, choice)
 
         # The router's own slots, those of dropped tokens emptied.
         experts = jnp.minimum(ids_TK, num_experts - 1)
@@ -186,7 +175,7 @@ class TokenRoundingConfig(CapacityBase):
         kept_gates = jnp.where(is_kept, assignments.gates, 0.0)
 
         # The slots of added tokens, by scope and expert.
-        token_ids, expert_ids = self._added_pairs(is_computed & ~is_chosen, inputs)
+        token_ids, expert_ids = self._added_pairs(is_computed & ~is_chosen, choice.inputs)
         is_added = expert_ids < num_experts
         added_gates = gates_TE[token_ids, jnp.minimum(expert_ids, num_experts - 1)]
         rounded = Assignments(
@@ -200,12 +189,13 @@ class TokenRoundingConfig(CapacityBase):
         self,
         is_chosen: Bool[Array, "T E"],
         gates: Float[Array, "T E"],
-        inputs: RouterInputs,
-        top_k: int,
-        key: Key,
+        choice: RouterChoice,
     ) -> Bool[Array, "T E"]:
         """Return which pairs are computed: for each expert and scope a multiple of the tile."""
+        inputs = choice.inputs
         extent = inputs.extent
+        top_k = choice.assignments.top_k
+        assert top_k is not None  # `assign` has looked
         axes = scope_axes(extent, self.scope)
         chosen = split_scopes(is_chosen, extent, self.scope)  # G, n, E
         mask = split_scopes(inputs.token_mask, extent, self.scope)  # G, n
@@ -215,7 +205,7 @@ class TokenRoundingConfig(CapacityBase):
         order = token_order(inputs, self.scope)
         load = total(chosen.sum(1, dtype=jnp.int32), axes)  # G, E
         most = total(mask.sum(1, dtype=jnp.int32), axes)[:, None]  # G, 1
-        target = self._round(load, most, order, axes, key)
+        target = self._round(load, most, order, axes, choice.key)
 
         # Fewer: the best of those that chose the expert. More: the best of the others, too.
         is_raised = target > load

@@ -210,6 +210,20 @@ def _moments(plan: StepPlan) -> dict[str, int]:
     return found
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Put the collection of cycles off: a search keeps all that it makes, which Python would go
+    through again and again, for a sixth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def search(
     plan: StepPlan,
     meshes: Sequence[MeshConfig],
@@ -231,43 +245,17 @@ def search(
         space: Choices beside the mesh; None keeps all of the plan's.
         factors: Compiled temporaries over those of the closed form, by remat.
     """
-    with _without_collection():
-        return _search(plan, meshes, chip, keep, fold, space or Space(), factors or {})
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Put the collection of cycles off: a search keeps all that it makes, which Python would go
-    through again and again, for a sixth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _search(
-    plan: StepPlan,
-    meshes: Sequence[MeshConfig],
-    chip: Chip,
-    keep: int,
-    fold: MoEMesh | None,
-    space: Space,
-    factors: Factors,
-) -> SearchResult:
     refused: dict[str, str] = {}
     kept_arrangements: list[Arrangement] = []
     for mesh in meshes:
-        all_arrangements = list(arrangements(plan, mesh, space, fold))
+        all_arrangements = list(arrangements(plan, mesh, space or Space(), fold))
         dividing = [
             arrangement for arrangement in all_arrangements if isinstance(arrangement, Arrangement)
         ]
         if not dividing and all_arrangements:
             refused[mesh_in_words(mesh)] = str(all_arrangements[0])
         kept_arrangements += dividing
-    searching = _BestFirstSearch(chip, factors, TokenFlops.of(plan))
+    searching = _BestFirstSearch(chip, factors or {}, TokenFlops.of(plan))
     fitting: list[Candidate] = []
     faster: dict[int, tuple[StepPlan, StepTime]] = {}
     for place, one, time in _by_time(kept_arrangements, searching):

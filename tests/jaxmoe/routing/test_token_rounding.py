@@ -31,6 +31,7 @@ from jaxmoe.routing import (
     ZeroComputationConfig,
     capacity,
 )
+from jaxmoe.routing.capacity import RouterChoice
 from jaxmoe.routing.telemetry import summarise
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from jaxmoe.training.loss import forward_and_nll
@@ -76,10 +77,8 @@ def rounded(config, params, x, key=None, *, router=None, gate=None, extent=None,
     )
     built = router.build(num_experts=EXPERTS, top_k=TOP_K, embed_dim=WIDTH)
     output = built.route(params, {}, inputs, train=True, key=jax.random.key(0))
-    selection = output.selection
-    gates = gate(selection, selection.scores)
-    before = Assignments(selection.token_ids, selection.expert_ids, gates, selection.top_k)
-    return config.assign(before, output, inputs, gate, num_experts=EXPERTS, key=key), before
+    choice = RouterChoice.of(output, inputs, gate, num_experts=EXPERTS, key=key)
+    return config.assign(choice), choice.assignments
 
 
 compiled = functools.partial(jax.jit, static_argnames=("config", "router", "gate", "extent"))
@@ -180,7 +179,7 @@ def test_worked_example():
     gate = SoftmaxGateConfig()
     before = Assignments(selection.token_ids, selection.expert_ids, jnp.exp(selection.scores), 1)
     assert selection.expert_ids.tolist() == np.argmax(chosen, axis=1).tolist()
-    assign = jax.jit(lambda *records: config.assign(*records, gate, num_experts=2))
+    assign = jax.jit(lambda *records: config.assign(RouterChoice(*records, gate, num_experts=2)))
     after, statistics = assign(before, output, inputs)
     # Expert 0 takes the fourth token too, expert 1 drops its only one.
     assert after.expert_ids.tolist() == [0, 0, 0, 2, 0, 2]

@@ -28,6 +28,7 @@ from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computat
 from jaxmoe.layers.observer import ExpertCall, Observer, observer_of
 from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
+from jaxmoe.routing.capacity import RouterChoice
 from jaxmoe.routing.replay import EXPERTS
 from pallas_kernels.jax_versions import as_unvarying
 from sharding.assignments import Assignments, combine, own_assignments, own_positions
@@ -295,27 +296,20 @@ def assign(
     Returns:
         The assignments of tokens to experts, and the statistics of this device's tokens.
     """
-    selection = output.selection
-    statistics = output.statistics
-    gate = moe.gate.build()
-    assignments = Assignments(
-        token_ids=selection.token_ids,
-        expert_ids=selection.expert_ids,
-        gates=gate(selection, selection.scores),
-        top_k=selection.top_k,
+    choice = RouterChoice.of(
+        output,
+        inputs,
+        moe.gate.build(),
+        num_experts=moe.num_experts,
+        num_free=moe.num_zero_computation,
+        key=key,
     )
+    assignments = choice.assignments
+    statistics = output.statistics
     extra = statistics.extra
     capacity = moe.capacity
     if capacity is not None and (train or not capacity.traits.is_for_training):
-        assignments, more = capacity.assign(
-            assignments,
-            output,
-            inputs,
-            gate,
-            num_experts=moe.num_experts,
-            num_free=moe.num_zero_computation,
-            key=key,
-        )
+        assignments, more = capacity.assign(choice)
         num_kept = loads(assignments.expert_ids, moe.num_routed).astype(jnp.float32)
         statistics = dataclasses.replace(statistics, kept=num_kept)
         extra = extra | more
