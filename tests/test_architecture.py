@@ -130,6 +130,14 @@ REGISTRIES = {
         "remix",
         "shared_store",
     },
+    "jaxmoe.checkpoint.huggingface.family:FAMILIES": {
+        "olmoe",
+        "mixtral",
+        "qwen3_moe",
+        "deepseek_v3",
+        "jamba",
+        "granitemoehybrid",
+    },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",
         "files",

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Members of the choices of texts, of a server and of its simulation."""
+"""Members of the choices of texts, of foreign weights, of a server and of its simulation."""
 
 from typing import Final
 
@@ -170,7 +170,21 @@ _ITEM_CACHE: Final = {
     ),
 }
 
+_GROUPED = "jaxmoe.checkpoint.huggingface.families.grouped"
+_LATENT = "jaxmoe.checkpoint.huggingface.families.latent"
+_HYBRID = "jaxmoe.checkpoint.huggingface.families.hybrid"
+
+_FAMILY: Final = {
+    "olmoe": (f"{_GROUPED}.olmoe:OlmoeFamily", "OLMoE."),
+    "mixtral": (f"{_GROUPED}.mixtral:MixtralFamily", "Mixtral."),
+    "qwen3_moe": (f"{_GROUPED}.qwen3_moe:Qwen3MoeFamily", "Qwen3-MoE."),
+    "deepseek_v3": (f"{_LATENT}.deepseek_v3:DeepseekV3Family", "DeepSeek-V3."),
+    "jamba": (f"{_HYBRID}.jamba:JambaFamily", "Jamba."),
+    "granitemoehybrid": (f"{_HYBRID}.granitemoehybrid:GraniteMoeHybridFamily", "Granite 4.0."),
+}
+
 BASES: Final = {
+    "family": "jaxmoe.checkpoint.huggingface.family:Family",
     "writer": "jaxmoe.generation.text:WriterConfig",
     "backend": "jaxmoe.serve.backend:BackendConfig",
     "server": "jaxmoe.run.serving:ServerConfig",
@@ -184,6 +198,7 @@ BASES: Final = {
 }
 
 MEMBERS: Final = {
+    "family": _FAMILY,
     "writer": _WRITER,
     "backend": _BACKEND,
     "server": _SERVER,

@@ -17,12 +17,12 @@
 
     read_huggingface("Moonlight-16B-A3B")                        # and router state: DeepSeek-V3
 
-    families.py   families: meaning of their config, rules for their tensors
-    hybrids.py    families with recurrent layers
+    family.py     what a family is: the meaning of its config, rules for its tensors
+    families/     one file for each family
     parts.py      parts of a model that families share
     rules.py      names of tensors that families share
     fields.py     fields of a config under their old and new names
-    describe.py   fields of a model, and the check that they describe it
+    describe.py   normal form of a model, and the check that they describe it
     weights.py    tensors to parameters
     export.py     parameters to tensors
     modeling.py   modelling file for models of no family
@@ -50,7 +50,8 @@ from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.huggingface.export import CONFIG
 from jaxmoe.checkpoint.huggingface.export import to_huggingface as to_huggingface
-from jaxmoe.checkpoint.huggingface.families import Family, family_of
+from jaxmoe.checkpoint.huggingface.families.own import family_of
+from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import check_plain, plain_file, read_object
 from jaxmoe.checkpoint.huggingface.validation import check_fields, check_sizes

@@ -1,11 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the config.json fields of a model for each family: the inverse of `families.py`
-(`hybrids.py` has both directions of its families).
+"""Describes a model as families do: its normal form, the fields that they share, the comparison.
 
-Fields are written under their names in versions 4 and 5 of transformers. The functions here do not
-check that the family computes the model: the exporter reads the fields back and `check_described`
-compares the result with the model, so that a property without a field is always found.
+`Family.fields` does not check that the family computes the model: the exporter reads the fields
+back and `check_described` compares the result with the model, so that a property without a field is
+always found.
 
 Properties that only training uses are not compared: balancers, jitter, and the update of biases.
 """
@@ -16,7 +15,6 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxmoe.checkpoint.huggingface.fields import YARN
 from jaxmoe.checkpoint.huggingface.parts import layers_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
@@ -25,99 +23,10 @@ from jaxmoe.models.config import MixerBase, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
 
-def olmoe(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `OlmoeForCausalLM`; head_dim is hidden_size / num_attention_heads."""
-    moe = moe_of(model)
-    return shared_fields(model) | {
-        "intermediate_size": moe.expert_dim,
-        "num_experts": moe.num_experts,
-        "norm_topk_prob": moe.gate.name == "renormalized",
-        "router_aux_loss_coef": balance_of(model),
-        "clip_qkv": None,
-    }
-
-
-def mixtral(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `MixtralForCausalLM`."""
-    moe = moe_of(model)
-    return shared_fields(model) | {
-        "head_dim": model.attention.head_dim,
-        "intermediate_size": moe.expert_dim,
-        "num_local_experts": moe.num_experts,
-        "router_aux_loss_coef": balance_of(model),
-        "router_jitter_noise": 0.0,
-        "sliding_window": _window(model),
-    }
-
-
-def _window(model: ModelConfig) -> int | None:
+def window_of(model: ModelConfig) -> int | None:
+    """Return the window of the attention of a model; None: it has none."""
     heads = heads_of(model.attention)
     return None if heads is None else heads.window
-
-
-def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `Qwen3MoeForCausalLM`."""
-    moe = moe_of(model)
-    window = _window(model)
-    dense = model.dense_layers if model.moe else range(model.num_layers)
-    return shared_fields(model) | {
-        "head_dim": model.attention.head_dim,
-        "intermediate_size": model.dense_dim,
-        "moe_intermediate_size": moe.expert_dim,
-        "num_experts": moe.num_experts,
-        "num_local_experts": moe.num_experts,
-        "norm_topk_prob": moe.gate.name == "renormalized",
-        "router_aux_loss_coef": balance_of(model),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(dense),
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": 0 if window is not None else model.num_layers,
-    }
-
-
-def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `DeepseekV3ForCausalLM`."""
-    moe = moe_of(model)
-    attention: Any = model.attention
-    if attention.name != "latent":
-        raise CheckpointError(
-            f"DeepSeek-V3 has latent attention, and model.attention is {attention.name}"
-        )
-    router: Any = moe.router
-    groups = router.groups if router.score_function == "sigmoid" else None
-    rope = {}
-    if (yarn := attention.yarn) is not None:
-        stretched = {theirs: getattr(yarn, ours) for ours, theirs in YARN.items()}
-        new = {"rope_type": "yarn", "rope_theta": attention.rope_theta, **stretched}
-        rope = {"rope_parameters": new, "rope_scaling": {"type": "yarn", **stretched}}
-    return (
-        shared_fields(model)
-        | rope
-        | {
-            "kv_lora_rank": attention.latent_dim,
-            "q_lora_rank": attention.query_latent_dim,
-            "qk_nope_head_dim": attention.nope_dim,
-            "qk_rope_head_dim": attention.rope_dim,
-            "qk_head_dim": attention.head_dim,
-            "head_dim": attention.rope_dim,
-            "v_head_dim": attention.value_dim,
-            "rope_interleave": attention.rope_layout == "interleaved",
-            "intermediate_size": model.dense_dim,
-            "moe_intermediate_size": moe.expert_dim,
-            "n_routed_experts": moe.num_experts,
-            "n_shared_experts": moe.num_shared_experts,
-            "n_group": groups.num_groups if groups else 1,
-            "topk_group": groups.top_groups if groups else 1,
-            "norm_topk_prob": moe.gate.name == "renormalized",
-            "routed_scaling_factor": getattr(moe.gate, "scale", 1.0),
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "first_k_dense_replace": len(model.dense_layers) if model.moe else model.num_layers,
-            "moe_layer_freq": 1,
-            "num_nextn_predict_layers": 0,
-        }
-    )
 
 
 def normal_form(model: ModelConfig) -> ModelConfig:

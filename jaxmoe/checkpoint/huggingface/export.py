@@ -28,7 +28,8 @@ from flax import traverse_util
 
 from jaxmoe.checkpoint.huggingface import modeling
 from jaxmoe.checkpoint.huggingface.describe import check_described, normal_form
-from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
+from jaxmoe.checkpoint.huggingface.families.own import OWN
+from jaxmoe.checkpoint.huggingface.family import FAMILIES, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.tokenizer import GENERATION
 from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, TensorPiece, pieces_of, state_table
@@ -97,7 +98,7 @@ def to_huggingface(
             f"family={name!r} is not among {', '.join((*FAMILIES, modeling.NAME))}"
             + closest(name, FAMILIES)
         )
-    chosen = OWN if name == modeling.NAME else FAMILIES[name]
+    chosen = OWN if name == modeling.NAME else FAMILIES[name]()
     config = _config(described, name, chosen, dtype, max_length) | dict(fields or {})
     if chosen is not OWN and not len(state_table(model)):
         read = chosen.model(config)
@@ -145,7 +146,7 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
     model = normal_form(model)
     name = _family_name(model)
     try:
-        _config(model, name, FAMILIES[name], "float32", 1)
+        _config(model, name, FAMILIES[name](), "float32", 1)
     except CheckpointError as error:
         try:
             modeling.check_computed(model)
@@ -173,7 +174,7 @@ def _family_name(model: ModelConfig) -> str:
     ]
     for name in names:
         with contextlib.suppress(CheckpointError):
-            _config(model, name, FAMILIES[name], "float32", 1)
+            _config(model, name, FAMILIES[name](), "float32", 1)
             return name
     if names:
         return names[0]

@@ -27,7 +27,8 @@ import numpy as np
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.adapters.lora import lora_of
 from jaxmoe.checkpoint.huggingface.export import new_directory, suggest_family
-from jaxmoe.checkpoint.huggingface.families import FAMILIES, OWN, Family
+from jaxmoe.checkpoint.huggingface.families.own import OWN
+from jaxmoe.checkpoint.huggingface.family import FAMILIES, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_file
 from jaxmoe.checkpoint.huggingface.peft_config import (
     ADAPTER_CONFIG,
@@ -121,7 +122,7 @@ def check_lora(model: ModelConfig) -> LoraConfig:
 def family_of_model(model: ModelConfig) -> Family:
     """Return the family of transformers that computes a model."""
     name, _ = suggest_family(model)
-    return FAMILIES.get(name, OWN)
+    return FAMILIES[name]() if name in FAMILIES else OWN
 
 
 def adapted_rows(model: ModelConfig) -> list[tuple[ParameterSpec, tuple[float, ...]]]:

@@ -32,7 +32,8 @@ import numpy as np
 from flax import traverse_util
 
 from jaxmoe.adapters import LoraConfig, TargetsConfig
-from jaxmoe.checkpoint.huggingface.families import OWN, Family
+from jaxmoe.checkpoint.huggingface.families.own import OWN
+from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import plain_file
 from jaxmoe.checkpoint.huggingface.peft import TENSORS, adapted_rows, check_lora, family_of_model

@@ -27,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmoe.checkpoint.huggingface.export import InMemory
-from jaxmoe.checkpoint.huggingface.families import OWN, Family
+from jaxmoe.checkpoint.huggingface.families.own import OWN
+from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.weights import TensorPiece, pieces_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig

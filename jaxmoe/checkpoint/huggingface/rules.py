@@ -110,3 +110,6 @@ def experts(
         rule("moe/experts/gate_up", f"{expert}{up}.weight", stacked, half=1),
         rule("moe/experts/down", f"{expert}{down}.weight", f"{in_memory}.experts.down_proj"),
     )
+
+
+PROJECTED_EXPERTS = experts("mlp", ("gate_proj", "up_proj", "down_proj"))

@@ -13,7 +13,7 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointError, read_huggingface, to_huggingface
 from jaxmoe.checkpoint.huggingface.export import suggest_family
-from jaxmoe.checkpoint.huggingface.families import FAMILIES
+from jaxmoe.checkpoint.huggingface.family import FAMILIES
 from jaxmoe.layers.mixers import Mamba2Config, MambaConfig
 from jaxmoe.models.config import (
     AttentionConfig,
@@ -186,7 +186,7 @@ def test_a_model_without_recurrent_layers_is_exported_as_its_hybrid_family(
         "embedding_multiplier": 12.0,
         "logits_scaling": 6.0,
     }
-    model = FAMILIES["granitemoehybrid"].model(config)
+    model = FAMILIES["granitemoehybrid"]().model(config)
     params = init_params(model, jax.random.key(0))
     assert suggest_family(model) == ("granitemoehybrid", "")
     for family in (None, "granitemoehybrid"):

@@ -25,7 +25,7 @@ from jaxmoe.checkpoint import (
     huggingface,
     read_huggingface,
 )
-from jaxmoe.checkpoint.huggingface.families import FAMILIES
+from jaxmoe.checkpoint.huggingface.family import FAMILIES
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
 from sharding import MeshConfig, make_mesh

@@ -1,0 +1,97 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Defines `Family`: how the config and the tensors of an architecture of `transformers` are read.
+
+A family has a function from the fields of config.json to `ModelConfig`, its inverse, and rules from
+tensors to parameters that serve import and export. Config values that this library does not compute
+are an error; unknown fields are logged as a warning.
+
+To add a family: a file in a folder of `jaxmoe/checkpoint/huggingface/families/` with a class that
+extends `Family`, its row in `jaxmoe/catalog/serving.py`, its row of CONFIGS in
+`tests/support/huggingface_models.py` (parity of logits and gradients).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+from jaxmoe.catalog import Registry
+from jaxmoe.checkpoint.huggingface.paths import show_value
+from jaxmoe.checkpoint.huggingface.weights import Rule
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.configs import closest
+from jaxmoe.models.config import ModelConfig
+
+
+class Family(abc.ABC):
+    """One architecture of `transformers`."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """`model_type` of its config."""
+    architecture: ClassVar[str]
+    """Name of its class in transformers."""
+    attention: ClassVar[tuple[str, str | None]]
+    """Name of the attention config, and its `qk_norm` if it has one."""
+    recurrent: ClassVar[str | None] = None
+    """Name of the mixer of its recurrent layers, if it has any."""
+    rules: ClassVar[tuple[Rule, ...]]
+    """Rules from tensors to parameters."""
+
+    @abc.abstractmethod
+    def model(self, config: Mapping[str, Any]) -> ModelConfig:
+        """Return the model of a config.
+
+        Args:
+            config: Fields of config.json.
+
+        Raises:
+            CheckpointError: A value is not supported.
+        """
+
+    @abc.abstractmethod
+    def fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of a model, under their names in versions 4 and 5 of transformers.
+
+        They may describe another model where the family has no field for a property: the exporter
+        reads them back and compares (`describe.check_described`).
+
+        Args:
+            model: Model in its normal form.
+
+        Raises:
+            CheckpointError: The family has no fields for the model.
+        """
+
+    def left_out(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the prefixes of tensors that are not computed here.
+
+        Args:
+            config: Fields of config.json.
+        """
+        del config
+        return ()
+
+
+FAMILIES: Final = Registry("family")
+"""Classes of the families by `model_type`."""
+
+
+def family(name: str) -> Family:
+    """Return the family of a `model_type`.
+
+    Args:
+        name: Value of `model_type`.
+
+    Raises:
+        CheckpointError: It is unknown.
+    """
+    if name not in FAMILIES:
+        raise CheckpointError(
+            f"config.model_type={show_value(name)} is not among {', '.join(FAMILIES)}"
+            + closest(str(name)[:100], FAMILIES)
+        )
+    return FAMILIES[name]()
