@@ -15,7 +15,8 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxmoe.checkpoint.huggingface.parts import layers_of
+from jaxmoe.checkpoint.huggingface.fields import YARN
+from jaxmoe.checkpoint.huggingface.parts import FULL, SLIDING, layers_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
 from jaxmoe.layers.context import heads_of
@@ -29,9 +30,93 @@ def window_of(model: ModelConfig) -> int | None:
     return None if heads is None else heads.window
 
 
+def latent_fields(model: ModelConfig, family: str) -> dict[str, Any]:
+    """Return the fields of latent attention.
+
+    Args:
+        model: Model in its normal form.
+        family: Name of the family, for the message.
+
+    Raises:
+        CheckpointError: The model has another attention.
+    """
+    attention: Any = model.attention
+    if attention.name != "latent":
+        raise CheckpointError(
+            f"{family} has latent attention, and model.attention is {attention.name}"
+        )
+    fields = {
+        "kv_lora_rank": attention.latent_dim,
+        "q_lora_rank": attention.query_latent_dim,
+        "qk_nope_head_dim": attention.nope_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "qk_head_dim": attention.head_dim,
+        "head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "rope_interleave": attention.rope_layout == "interleaved",
+    }
+    if (yarn := attention.yarn) is None:
+        return fields
+    stretched = {theirs: getattr(yarn, ours) for ours, theirs in YARN.items()}
+    rope = {"rope_type": "yarn", "rope_theta": attention.rope_theta, **stretched}
+    return fields | {"rope_parameters": rope, "rope_scaling": {"type": "yarn", **stretched}}
+
+
+def grouped_expert_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of experts in groups, the shared ones among them; of a model of DeepSeek.
+
+    Args:
+        model: Model in its normal form.
+    """
+    moe = moe_of(model)
+    groups = getattr(moe.router, "groups", None)
+    return {
+        "intermediate_size": model.dense_dim,
+        "moe_intermediate_size": moe.expert_dim,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.num_shared_experts,
+        "n_group": groups.num_groups if groups else 1,
+        "topk_group": groups.top_groups if groups else 1,
+        "norm_topk_prob": moe.gate.name == "renormalized",
+        "routed_scaling_factor": getattr(moe.gate, "scale", 1.0),
+        "first_k_dense_replace": len(model.dense_layers) if model.moe else model.num_layers,
+    }
+
+
+def multiplier_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the multipliers of Granite.
+
+    Args:
+        model: Model in its normal form.
+    """
+    factors = model.forward_multipliers
+    scale = factors.attention_scale
+    return {
+        "embedding_multiplier": factors.embedding,
+        "residual_multiplier": factors.residual,
+        "logits_scaling": float(f"{1.0 / factors.logits:.12g}"),  # it was divided once before
+        "attention_multiplier": model.attention.head_dim**-0.5 if scale is None else scale,
+    }
+
+
+def layer_types_of(model: ModelConfig) -> dict[str, Any]:
+    """Return `layer_types` and the window of the layers that have one.
+
+    Args:
+        model: Model in its normal form.
+    """
+    windows = [getattr(kind.mixer, "window", None) for kind in model.kinds]
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+    }
+
+
 def normal_form(model: ModelConfig) -> ModelConfig:
     """Return an equal model as families describe it: at most one attention, one recurrent mixer and
     one dense width, `model.layers` empty where all layers have one mixer.
+
+    Attention may differ from layer to layer in its window and in whether it has positions.
 
     Parameters of a repeating period have other paths in the normal form.
 
@@ -45,13 +130,13 @@ def normal_form(model: ModelConfig) -> ModelConfig:
     firsts: dict[bool, tuple[int, MixerBase]] = {}
     for index, (mixer, sizes) in enumerate(kinds):
         where, first = firsts.setdefault(mixer.is_recurrent, (index, mixer))
-        if mixer != first:
+        if _without_patterns(mixer) != _without_patterns(first):
             text = (
                 f"layer {index} of model.layers has another mixer ({mixer.name}) than layer {where}"
                 f" ({first.name}), and no family of transformers has two"
             )
             if mixer.name == first.name:
-                varying = varying_fields([mixer, first])
+                varying = varying_fields([_without_patterns(mixer), _without_patterns(first)])
                 text += ": " + ", ".join(
                     f"{k} {ours}, {theirs}" for k, (ours, theirs) in varying.items()
                 )
@@ -80,6 +165,14 @@ def normal_form(model: ModelConfig) -> ModelConfig:
         dense_dim=width,
         layers=layers_of([mixer for mixer, _ in kinds], attention),
     )
+
+
+def _without_patterns(mixer: Any) -> Any:
+    """Return a mixer without what families change from layer to layer."""
+    names = {field.name for field in dataclasses.fields(mixer)}
+    patterns = {"window": None, "positions": "rotary"}
+    changes = {name: value for name, value in patterns.items() if name in names}
+    return dataclasses.replace(mixer, **changes)
 
 
 def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:

@@ -5,22 +5,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
 from jaxmoe.checkpoint.huggingface.fields import Fields
+from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import (
     AttentionConfig,
     ForwardMultipliers,
+    LatentAttentionConfig,
     LayerConfig,
     MixerBase,
     ModelConfig,
     MoEConfig,
 )
 from jaxmoe.routing import (
+    GroupLimitConfig,
     LoadBalanceConfig,
+    LossFreeConfig,
     RenormalizedGateConfig,
+    SigmoidTopKConfig,
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
 )
@@ -61,6 +66,172 @@ def experts(
     )
 
 
+def sigmoid_experts(fields: Fields) -> MoEConfig:
+    """Return the experts of DeepSeek-V3: sigmoid scores, a bias for the choice, groups, a scale.
+
+    Groups are ranked by their two best experts; the shared experts are as wide as the others.
+
+    Args:
+        fields: Fields of a config.
+    """
+    fields.only("scoring_func", "sigmoid", "these experts are scored by sigmoid")
+    fields.only("topk_method", "noaux_tc", "these experts are chosen with a bias")
+    for name in ("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coef"):
+        fields.get(name)  # of training alone
+    scale = float(fields.there("routed_scaling_factor"))
+    is_renormalized = fields.get("norm_topk_prob", default=True)
+    groups = _groups(fields, best_per_group=2)
+    return MoEConfig(
+        num_experts=fields.size("n_routed_experts", "num_local_experts"),
+        top_k=fields.size("num_experts_per_tok"),
+        expert_dim=fields.size("moe_intermediate_size"),
+        num_shared_experts=fields.size("n_shared_experts"),
+        router=SigmoidTopKConfig(bias=LossFreeConfig(), groups=groups),
+        gate=(RenormalizedGateConfig if is_renormalized else SoftmaxGateConfig)(scale=scale),
+        balancers=(),
+    )
+
+
+def softmax_experts_in_groups(fields: Fields) -> MoEConfig:
+    """Return the experts of DeepSeek-V2: softmax scores, groups ranked by their best, a scale.
+
+    Args:
+        fields: Fields of a config.
+    """
+    fields.only("scoring_func", "softmax", "these experts are scored by softmax")
+    fields.only("norm_topk_prob", False, "transformers does not divide these gates by their sum")
+    for name in ("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coef"):
+        fields.get(name)  # of training alone
+    method = fields.get("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(
+            f"config.topk_method={show_value(method)} is not supported, only 'greedy' and"
+            " 'group_limited_greedy'"
+        )
+    has_groups = method == "group_limited_greedy"
+    for name in ("n_group", "topk_group"):
+        fields.get(name)  # ignored by the greedy choice
+    return MoEConfig(
+        num_experts=fields.size("n_routed_experts", "num_experts"),
+        top_k=fields.size("num_experts_per_tok"),
+        expert_dim=fields.size("moe_intermediate_size"),
+        num_shared_experts=fields.size("n_shared_experts"),
+        router=SoftmaxTopKConfig(groups=_groups(fields, best_per_group=1) if has_groups else None),
+        gate=SoftmaxGateConfig(scale=float(fields.get("routed_scaling_factor", default=1.0))),
+        balancers=(),
+    )
+
+
+def _groups(fields: Fields, *, best_per_group: int) -> GroupLimitConfig | None:
+    """Return the limit to few groups of experts; None where all groups are chosen."""
+    count = fields.size("n_group")
+    top = fields.size("topk_group")
+    limit = GroupLimitConfig(num_groups=count, top_groups=top, best_per_group=best_per_group)
+    return limit if top < count else None
+
+
+def latent_attention(fields: Fields) -> LatentAttentionConfig:
+    """Return the attention of DeepSeek-V2 and V3.
+
+    Args:
+        fields: Fields of a config.
+
+    Raises:
+        CheckpointError: Heads share keys, or fields that follow from others do not.
+    """
+    heads = fields.size("num_attention_heads")
+    fields.only("num_key_value_heads", heads, "every head has keys of its own, from the latent")
+    fields.get("head_dim")  # the rotary width, or nothing
+    attention = LatentAttentionConfig(
+        num_heads=heads,
+        latent_dim=fields.size("kv_lora_rank"),
+        query_latent_dim=fields.size_or_null("q_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+        rope_theta=fields.rope_theta(10_000.0, has_yarn=True),
+        yarn=fields.yarn(),
+        rope_layout="interleaved" if fields.get("rope_interleave", default=True) else "halves",
+    )
+    fields.only("qk_head_dim", attention.head_dim, "it is qk_nope_head_dim + qk_rope_head_dim")
+    return attention
+
+
+def first_layers(fields: Fields) -> tuple[int, ...]:
+    """Return the dense layers of a family in which the first layers are dense.
+
+    Args:
+        fields: Fields of a config.
+    """
+    fields.only("moe_layer_freq", 1, "here every layer after the dense ones has experts")
+    first = fields.there("first_k_dense_replace")
+    return tuple(range(min(first, fields.size("num_hidden_layers"))))
+
+
+def further_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the prefixes of layers for multi-token prediction, which follow the others.
+
+    Args:
+        config: Fields of config.json.
+    """
+    fields = Fields(config)
+    first = fields.size("num_hidden_layers")
+    count = fields.get("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+
+def named_layers(
+    fields: Fields, name: str, kinds: Sequence[str], default: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the kind of each layer.
+
+    Args:
+        fields: Fields of a config.
+        name: Name of the field, a list of kinds.
+        kinds: Kinds that are supported.
+        default: Kind of each layer where the field is absent.
+
+    Raises:
+        CheckpointError: The list has another length, or a kind is not supported.
+    """
+    count = fields.size("num_hidden_layers")
+    names = tuple(fields.get(name, default=default))
+    unknown = [kind for kind in names if kind not in kinds]
+    if unknown or len(names) != count:
+        raise CheckpointError(
+            f"config.{name}={show_value(list(names))} must name {count} layers"
+            f" (num_hidden_layers), each of them one of {', '.join(kinds)}"
+        )
+    return names
+
+
+SLIDING: Final = "sliding_attention"
+"""Kind of a layer whose attention has a window."""
+FULL: Final = "full_attention"
+"""Kind of a layer whose attention sees all earlier tokens."""
+
+
+def windowed_attention(
+    fields: Fields, attention: AttentionConfig, default: Sequence[str]
+) -> list[AttentionConfig]:
+    """Return the attention of each layer, with a window or without by `layer_types`.
+
+    Args:
+        fields: Fields of a config.
+        attention: Attention without a window.
+        default: Kinds of the layers where `layer_types` is absent.
+
+    Raises:
+        CheckpointError: A kind is not supported, or there is no window for those that have one.
+    """
+    kinds = named_layers(fields, "layer_types", (FULL, SLIDING), default)
+    window = fields.get("sliding_window")
+    if SLIDING in kinds and window is None:
+        raise CheckpointError("config.sliding_window is absent, and layers of layer_types have it")
+    narrow = dataclasses.replace(attention, window=window)
+    return [narrow if kind == SLIDING else attention for kind in kinds]
+
+
 def grouped_attention(
     fields: Fields,
     *,
@@ -96,6 +267,20 @@ def grouped_attention(
         rope_theta=fields.rope_theta(rope_theta),
         window=window,
         positions=positions,
+    )
+
+
+def multipliers(fields: Fields) -> ForwardMultipliers:
+    """Return the multipliers of Granite.
+
+    Args:
+        fields: Fields of a config.
+    """
+    return ForwardMultipliers(
+        embedding=float(fields.get("embedding_multiplier", default=1.0)),
+        residual=float(fields.get("residual_multiplier", default=1.0)),
+        logits=1.0 / fields.get("logits_scaling", default=1.0),
+        attention_scale=float(fields.get("attention_multiplier", default=1.0)),
     )
 
 

@@ -113,3 +113,32 @@ def experts(
 
 
 PROJECTED_EXPERTS = experts("mlp", ("gate_proj", "up_proj", "down_proj"))
+
+
+def linear_swiglu(path: str, block: str) -> tuple[Rule, ...]:
+    """Return the rules of a SwiGLU with two tensors, as Granite has it.
+
+    Args:
+        path: Path from the block.
+        block: Name of its module after that of the block.
+    """
+    return (
+        rule(f"{path}/gate_up", f"{block}.input_linear.weight"),
+        rule(f"{path}/down", f"{block}.output_linear.weight"),
+    )
+
+
+_LINEAR = "block_sparse_moe"
+LINEAR_EXPERTS = (
+    rule("moe/router/weight", f"{_LINEAR}.router.layer.weight", f"{_LINEAR}.router.weight"),
+    *(
+        rule(
+            "moe/experts/gate_up",
+            f"{_LINEAR}.input_linear.weight",
+            f"{_LINEAR}.experts.gate_up_proj",
+            half=half,
+        )
+        for half in (0, 1)
+    ),
+    rule("moe/experts/down", f"{_LINEAR}.output_linear.weight", f"{_LINEAR}.experts.down_proj"),
+)

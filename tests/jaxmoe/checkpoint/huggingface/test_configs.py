@@ -336,7 +336,7 @@ REFUSED = [
     ("mixtral", {"head_dim": 9}, "attention.head_dim=9 must be even"),
     ("mixtral", {"router_jitter_noise": 0.1}, "config.router_jitter_noise=0.1 is not supported"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "config.scoring_func='softmax' is not supported"),
-    ("deepseek_v3", {"topk_method": "greedy"}, "DeepSeek-V3 chooses with a bias"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "these experts are chosen with a bias"),
     ("deepseek_v3", {"num_key_value_heads": 1}, "every head has keys of its own, from the latent"),
     ("deepseek_v3", {"q_lora_rank": ...}, "the config has no q_lora_rank: did you mean 'kv_lora_r"),
     ("deepseek_v3", {"rope_scaling": YARN}, "YaRN here needs factor, original_max_position_embe"),

@@ -14,7 +14,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxmoe.checkpoint.huggingface import parts
-from jaxmoe.checkpoint.huggingface.describe import balance_of, moe_of, shared_fields
+from jaxmoe.checkpoint.huggingface.describe import (
+    balance_of,
+    moe_of,
+    multiplier_fields,
+    shared_fields,
+)
 from jaxmoe.checkpoint.huggingface.families.hybrid.recurrent import (
     EXPAND,
     fuse,
@@ -24,10 +29,17 @@ from jaxmoe.checkpoint.huggingface.families.hybrid.recurrent import (
 from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.rules import PROJECTIONS, norms, root, rule
+from jaxmoe.checkpoint.huggingface.rules import (
+    LINEAR_EXPERTS,
+    PROJECTIONS,
+    linear_swiglu,
+    norms,
+    root,
+    rule,
+)
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.layers.mixers import Mamba2Config
-from jaxmoe.models.config import ForwardMultipliers, ModelConfig
+from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing import METHODS
 
 _KINDS = {
@@ -51,7 +63,6 @@ _MAMBA2 = (
     rule("mamba2/o", "mamba.out_proj.weight"),
     rule("mamba2/o_bias", "mamba.out_proj.bias"),
 )
-_BLOCK = "block_sparse_moe"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,22 +78,9 @@ class GraniteMoeHybridFamily(Family):
         *norms(("attention", "mamba2"), "post_attention_layernorm"),
         *PROJECTIONS,
         *_MAMBA2,
-        *(
-            rule(f"{path}/{ours}", f"shared_mlp.{theirs}.weight")
-            for path in ("feed_forward", "moe/shared")
-            for ours, theirs in (("gate_up", "input_linear"), ("down", "output_linear"))
-        ),
-        rule("moe/router/weight", f"{_BLOCK}.router.layer.weight", f"{_BLOCK}.router.weight"),
-        *(
-            rule(
-                "moe/experts/gate_up",
-                f"{_BLOCK}.input_linear.weight",
-                f"{_BLOCK}.experts.gate_up_proj",
-                half=half,
-            )
-            for half in (0, 1)
-        ),
-        rule("moe/experts/down", f"{_BLOCK}.output_linear.weight", f"{_BLOCK}.experts.down_proj"),
+        *linear_swiglu("feed_forward", "shared_mlp"),
+        *linear_swiglu("moe/shared", "shared_mlp"),
+        *LINEAR_EXPERTS,
     )
 
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
@@ -140,19 +138,13 @@ class GraniteMoeHybridFamily(Family):
             moe = parts.experts(fields, expert_dim, method.router, method.gate, **head_width)
         for name in ("intermediate_size", "num_experts_per_tok"):
             fields.get(name)  # of experts, which there may be none of
-        multipliers = ForwardMultipliers(
-            embedding=float(fields.get("embedding_multiplier", default=1.0)),
-            residual=float(fields.get("residual_multiplier", default=1.0)),
-            logits=1.0 / fields.get("logits_scaling", default=1.0),
-            attention_scale=float(fields.get("attention_multiplier", default=1.0)),
-        )
         return parts.assemble(
             fields,
             moe,
             attention,
             dense_dim=shared,
             layers=parts.layers_of(mixers, attention),
-            multipliers=multipliers,
+            multipliers=parts.multipliers(fields),
         )
 
     def fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -161,28 +153,26 @@ class GraniteMoeHybridFamily(Family):
         moe = moe_of(model)
         attention: Any = model.attention
         shared = moe.num_shared_experts * moe.expert_dim
-        factors = model.forward_multipliers
-        scale = factors.attention_scale
-        return shared_fields(model) | {
-            "head_dim": attention.head_dim,
-            "position_embedding_type": "rope" if attention.positions == "rotary" else "nope",
-            "layer_types": [
-                "mamba" if kind.mixer.is_recurrent else "attention" for kind in model.kinds
-            ],
-            "intermediate_size": moe.expert_dim,
-            "shared_intermediate_size": shared if model.moe else model.dense_dim,
-            "num_local_experts": moe.num_experts if model.moe else 0,
-            "router_aux_loss_coef": balance_of(model),
-            "embedding_multiplier": factors.embedding,
-            "residual_multiplier": factors.residual,
-            "logits_scaling": float(f"{1.0 / factors.logits:.12g}"),  # it was divided once before
-            "attention_multiplier": attention.head_dim**-0.5 if scale is None else scale,
-            "mamba_n_heads": mixer.num_heads,
-            "mamba_d_head": mixer.head_dim,
-            "mamba_n_groups": mixer.num_groups,
-            "mamba_chunk_size": mixer.chunk,
-            **mamba_fields(model, mixer),
-        }
+        return (
+            shared_fields(model)
+            | multiplier_fields(model)
+            | {
+                "head_dim": attention.head_dim,
+                "position_embedding_type": "rope" if attention.positions == "rotary" else "nope",
+                "layer_types": [
+                    "mamba" if kind.mixer.is_recurrent else "attention" for kind in model.kinds
+                ],
+                "intermediate_size": moe.expert_dim,
+                "shared_intermediate_size": shared if model.moe else model.dense_dim,
+                "num_local_experts": moe.num_experts if model.moe else 0,
+                "router_aux_loss_coef": balance_of(model),
+                "mamba_n_heads": mixer.num_heads,
+                "mamba_d_head": mixer.head_dim,
+                "mamba_n_groups": mixer.num_groups,
+                "mamba_chunk_size": mixer.chunk,
+                **mamba_fields(model, mixer),
+            }
+        )
 
 
 def _find_unused(model: ModelConfig) -> Mamba2Config:
