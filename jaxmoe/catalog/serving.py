@@ -178,13 +178,13 @@ _FAMILY: Final = {
     "olmoe": (f"{_GROUPED}.olmoe:OlmoeFamily", "OLMoE."),
     "mixtral": (f"{_GROUPED}.mixtral:MixtralFamily", "Mixtral."),
     "qwen3_moe": (f"{_GROUPED}.qwen3_moe:Qwen3MoeFamily", "Qwen3-MoE."),
+    "deepseek_v3": (f"{_LATENT}.deepseek_v3:DeepseekV3Family", "DeepSeek-V3."),
+    "jamba": (f"{_HYBRID}.jamba:JambaFamily", "Jamba."),
+    "granitemoehybrid": (f"{_HYBRID}.granitemoehybrid:GraniteMoeHybridFamily", "Granite 4.0."),
     "dots1": (f"{_GROUPED}.dots1:Dots1Family", "dots.llm1."),
     "granitemoe": (f"{_GROUPED}.granitemoe:GraniteMoeFamily", "Granite 3 with experts."),
     "deepseek_v2": (f"{_LATENT}.deepseek_v2:DeepseekV2Family", "DeepSeek-V2."),
     "glm4_moe_lite": (f"{_LATENT}.glm4_moe_lite:Glm4MoeLiteFamily", "GLM-4.7-Flash."),
-    "deepseek_v3": (f"{_LATENT}.deepseek_v3:DeepseekV3Family", "DeepSeek-V3."),
-    "jamba": (f"{_HYBRID}.jamba:JambaFamily", "Jamba."),
-    "granitemoehybrid": (f"{_HYBRID}.granitemoehybrid:GraniteMoeHybridFamily", "Granite 4.0."),
 }
 
 BASES: Final = {

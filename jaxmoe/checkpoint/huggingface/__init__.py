@@ -29,6 +29,7 @@
     peft.py       adapters as files of PEFT, and peft_import.py their way back
     tokenizer.py  tokenizer.json and its companions
     files.py      safetensors files
+    stored_weights.py  weights in few bits
     paths.py      plain files inside a directory
     validation.py types and sizes of a config
 
@@ -54,6 +55,7 @@ from jaxmoe.checkpoint.huggingface.families.own import family_of
 from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import check_plain, plain_file, read_object
+from jaxmoe.checkpoint.huggingface.stored_weights import decode_weights
 from jaxmoe.checkpoint.huggingface.validation import check_fields, check_sizes
 from jaxmoe.checkpoint.huggingface.weights import Nonfinite, Tensors, load
 from jaxmoe.checkpoint.manifest import CheckpointError
@@ -168,6 +170,7 @@ def open_huggingface(
         path = pathlib.Path(str(config))
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
+    tensors = decode_weights(fields, tensors)
     check_sizes(model, fields, tensors, where)
     tensors = _compute(family, fields, tensors)
     opened = Tensors(model, family.rules, tensors, axis_rules=rules, nonfinite=nonfinite)

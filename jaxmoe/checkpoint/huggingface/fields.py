@@ -31,7 +31,6 @@ _ONLY: Final = {
     "attention_dropout": (0.0, "there is no dropout here; set it to 0 if it was used in training"),
     "router_jitter_noise": (0.0, "this router has no noise; set it to 0 if it was for training"),
     "partial_rotary_factor": (1.0, "RoPE here rotates whole heads"),
-    "quantization_config": (None, "quantised weights are not read: convert them to bfloat16"),
     "is_encoder_decoder": (False, "models here are decoders"),
 }
 
@@ -42,7 +41,7 @@ _IGNORED: Final = frozenset(
     " _experts_implementation experts_implementation initializer_range max_position_embeddings"
     " max_window_layers output_router_logits output_attentions output_hidden_states return_dict"
     " pad_token_id bos_token_id eos_token_id chunk_size_feed_forward problem_type id2label label2id"
-    " pretraining_tp rope_parameters rope_scaling rope_theta model_type".split()
+    " pretraining_tp quantization_config rope_parameters rope_scaling rope_theta model_type".split()
 )
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes safetensors files, one tensor at a time.
 
-    one file          model.safetensors
+    one file          model.safetensors, whatever other files are beside it but an index
     shards            model.safetensors.index.json, whose `weight_map` maps tensors to files
 
 All headers are read first, so that names and shapes can be compared before any value is read.
@@ -36,7 +36,16 @@ from jaxmoe.optional import require
 
 _MAX_INDEX_BYTES = 1 << 28
 INDEX = "model.safetensors.index.json"
-_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+WHOLE = "model.safetensors"
+_DTYPES = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U8": "uint8",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +101,8 @@ def _files(path: pathlib.Path, weight_map: Mapping[str, str]) -> list[pathlib.Pa
     if weight_map:
         names = sorted(set(weight_map.values()))
         return [plain_file(path, name, named_in=path / INDEX) for name in names]
+    if (path / WHOLE).exists():  # transformers reads it, whatever else is there
+        return [plain_file(path, WHOLE)]
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return [plain_file(path, files[0].name)]
@@ -179,7 +190,7 @@ def write_tensors(
     places = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = file if len(shards) > 1 else "model.safetensors"
+        file = file if len(shards) > 1 else WHOLE
         write_file(directory / file, {name: planned[name] for name in names}, values)
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:

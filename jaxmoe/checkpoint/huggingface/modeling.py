@@ -13,7 +13,7 @@ To add support for a choice: `jaxmoe/checkpoint/huggingface/modeling.py` (the te
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from jaxmoe.checkpoint.manifest import CheckpointError
@@ -66,6 +66,27 @@ _COMPUTED: Final = {
 """Members of unions that the modelling file computes."""
 
 
+_FIELDS: Final = {
+    "": "vocab_size num_layers embed_dim attention moe dense_layers dense_dim layers norm_epsilon"
+    " residual has_tied_embeddings multipliers",
+    "attention": "num_heads num_kv_heads head_dim qk_norm is_gated rope_theta window softcap",
+    "moe": "num_experts top_k expert_dim num_shared_experts router gate balancers capacity",
+    "moe.router": "bias groups softmax jitter",
+    "moe.gate": "scale",
+}
+"""Fields that the modelling file reads, or that change no logit; others have their defaults."""
+
+
+def _others(part: Any, path: str, computed: Sequence[str]) -> list[str]:
+    """Return a line for each other field of a config that has no default value."""
+    prefix = ".".join(filter(None, ("model", path)))
+    return [
+        f"{prefix}.{field.name}: only {field.default}"
+        for field in dataclasses.fields(part)
+        if field.name not in computed and getattr(part, field.name) != field.default
+    ]
+
+
 def check_computed(model: ModelConfig) -> None:
     """Raise if the modelling file does not compute a model.
 
@@ -82,20 +103,16 @@ def check_computed(model: ModelConfig) -> None:
         for path, names in _COMPUTED.items()
         if chosen.get(path) is not None and chosen[path].name not in names
     ]
-    if getattr(model.attention, "positions", "rotary") != "rotary":
-        lines.append("model.attention.positions: only rotary")
-    if not model.attention.is_causal:
-        lines.append("model.attention.is_causal: only True")
-    recurrent = {kind.mixer.name for kind in model.kinds if kind.mixer.is_recurrent}
-    if recurrent and not model.attention.is_recurrent:
-        lines.append(f"model.layers with the mixer {' and '.join(sorted(recurrent))}")
-    if model.loop is not None:
-        lines.append("model.loop: only None")
-    if moe is not None:
-        if moe.capacity is not None and not moe.capacity.traits.is_for_training:
-            lines.append("model.moe.capacity: only None")
-        if moe.zero_computation is not None:
-            lines.append("model.moe.zero_computation: only None")
+    parts = chosen | {"": model, "moe": moe}
+    for path, computed in _FIELDS.items():
+        if (part := parts.get(path)) is not None:
+            lines += _others(part, path, computed.split())
+    mixers = {kind.mixer for kind in model.kinds} - {model.attention}
+    if mixers:
+        names = sorted({mixer.name for mixer in mixers})
+        lines.append(f"model.layers with the mixer {' and '.join(names)}")
+    if moe is not None and moe.capacity is not None and not moe.capacity.traits.is_for_training:
+        lines.append("model.moe.capacity: only None")
     if lines:
         raise CheckpointError(
             f"{FILE} does not compute all of this model:\n  " + "\n  ".join(lines)
