@@ -71,7 +71,8 @@ def paged_attention(
     softcap: float | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "T N H"]:
+    returns_lse: bool = False,
+) -> Any:
     """Return causal attention of queries over the pages of one layer.
 
     Args:
@@ -86,9 +87,11 @@ def paged_attention(
         softcap: Bound of the logits: tanh squashes them to (-softcap, softcap).
         scale: Factor of the logits; None is 1 / sqrt(H).
         implementation: Implementation to run; None picks the fastest that runs here.
+        returns_lse: Whether the log-sum-exp is returned too, by "reference" or "xla".
 
     Returns:
-        The attention, in the dtype of q.
+        The attention [T N H] in the dtype of q; with `returns_lse` a pair of it and the log-sum-exp
+        [T N] in float32, -inf where a query sees nothing.
 
     Raises:
         ValueError: Shapes or options do not fit, the implementation cannot run here, or a gradient
@@ -96,7 +99,14 @@ def paged_attention(
     """
     tables = Tables(singles, pieces)
     check_arguments(q, pool, tables, positions)
-    rules = rules_of(q, window, softcap, scale, implementation)
+    if returns_lse:
+        implementation = implementation or "xla"
+        if implementation.startswith("pallas"):
+            raise ValueError(
+                f"paged_attention: implementation={implementation!r} returns no log-sum-exp: choose"
+                " 'xla'"
+            )
+    rules = rules_of(q, window, softcap, scale, implementation, returns_lse)
     arrays = (q, pool, layer, tables, positions)
     attend = OPERATION.function(implementation, q, pool)
     return _without_gradient(*match_varying(arrays, arrays), rules, attend)
@@ -113,8 +123,8 @@ def _without_gradient(
     tables: Tables,
     positions: Array,
     rules: PagedRules,
-    attend: Callable[..., Array],
-) -> Array:
+    attend: Callable[..., Any],
+) -> Any:
     return attend(q, pool, layer, tables, positions, rules)
 
 

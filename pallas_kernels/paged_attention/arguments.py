@@ -33,6 +33,8 @@ class PagedRules:
     scale: float
     requested: Implementation | None
     """Implementation that was asked for; what gathers pages asks `flash_attention` for it."""
+    returns_lse: bool = False
+    """Whether the log-sum-exp is returned beside the output."""
 
 
 def rules_of(
@@ -41,6 +43,7 @@ def rules_of(
     softcap: float | None,
     scale: float | None,
     implementation: Implementation | None,
+    returns_lse: bool = False,
 ) -> PagedRules:
     """Return the rules of a call.
 
@@ -50,6 +53,7 @@ def rules_of(
         softcap: Argument of paged_attention.
         scale: Argument of paged_attention; None is 1 / sqrt(H).
         implementation: Argument `implementation` of paged_attention.
+        returns_lse: Argument of paged_attention.
 
     Raises:
         ValueError: The window is less than 1, or the cap not above 0.
@@ -62,7 +66,13 @@ def rules_of(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"paged_attention: softcap={softcap} must be above 0, or None for no cap.")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return PagedRules(window=window, softcap=softcap, scale=factor, requested=implementation)
+    return PagedRules(
+        window=window,
+        softcap=softcap,
+        scale=factor,
+        requested=implementation,
+        returns_lse=returns_lse,
+    )
 
 
 def check_arguments(q: Array, pool: Pool, tables: Tables, positions: Array) -> None:

@@ -5,6 +5,8 @@
 It stores the scores of every query with every slot of its table.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +22,7 @@ def paged_attention(
     tables: Tables,
     positions: Int[Array, " T"],
     rules: PagedRules,
-) -> Float[Array, "T N H"]:
+) -> Any:
     """Return what `pallas_kernels.paged_attention` returns."""
     count = tables.singles.shape[0]
     parts = []
@@ -28,12 +30,13 @@ def paged_attention(
         parts.append(_part(q[:count], pool, layer, tables.singles, positions[:count], rules))
     if tables.pieces.shape[0]:
         parts.append(_part(q[count:], pool, layer, tables.pieces, positions[count:], rules))
-    return jnp.concatenate(parts)
+    out = jnp.concatenate([out for out, _ in parts])
+    return (out, jnp.concatenate([lse for _, lse in parts])) if rules.returns_lse else out
 
 
 def _part(
     q: Array, pool: Pool, layer: Array, table: Array, positions: Array, rules: PagedRules
-) -> Array:
+) -> tuple[Array, Array]:
     rows, (heads, width) = table.shape[0], q.shape[1:]
     pages = jax.tree.map(lambda array: array[layer, table], pool)  # [B W G M 2 H]
     pages = dequantize(pages, jnp.float32) if isinstance(pages, QuantizedArray) else pages
@@ -55,4 +58,5 @@ def _part(
         logits = rules.softcap * jnp.tanh(logits / rules.softcap)
     weights = jnp.where(sees[:, None], jax.nn.softmax(logits, where=sees[:, None], axis=-1), 0.0)
     out = jnp.einsum("bnsu,bunh->bsnh", weights, v, precision="highest")
-    return out.reshape(q.shape).astype(q.dtype)
+    lse = jax.nn.logsumexp(logits, axis=-1, where=sees[:, None]).swapaxes(1, 2)
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:2])

@@ -22,8 +22,10 @@ def attend_gathered(
     positions: Int[Array, " T"],
     rules: PagedRules,
     split: Callable[[Array], tuple[Array, Array]],
-) -> Float[Array, "T N Hv"]:
+) -> Any:
     """Gather the pages of each sequence, and attend to them as to a row.
+
+    It returns the output [T N Hv], and with `rules.returns_lse` the log-sum-exp [T N] too.
 
     Args:
         q: Queries, as for `paged_attention`.
@@ -36,7 +38,7 @@ def attend_gathered(
     """
     pages, size = pool.shape[1:3]
 
-    def part(q: Array, table: Array, positions: Array) -> Array:
+    def part(q: Array, table: Array, positions: Array) -> tuple[Array, Array]:
         rows, width = table.shape
 
         def gather(array: Array) -> Array:
@@ -48,7 +50,7 @@ def attend_gathered(
         gathered = jax.tree.map(gather, pool)
         is_few = isinstance(gathered, QuantizedArray)
         k, v = split(dequantize(gathered, q.dtype) if is_few else gathered.astype(q.dtype))
-        out, _ = flash_attention(
+        out, lse = flash_attention(
             q.reshape(rows, -1, *q.shape[1:]),
             k,
             v,
@@ -59,7 +61,7 @@ def attend_gathered(
             scale=rules.scale,
             implementation=rules.requested,
         )
-        return out.reshape(*q.shape[:2], -1)
+        return out.reshape(*q.shape[:2], -1), lse.swapaxes(1, 2).reshape(q.shape[:2])
 
     count = tables.singles.shape[0]
     parts = []
@@ -67,7 +69,8 @@ def attend_gathered(
         parts.append(part(q[:count], tables.singles, positions[:count]))
     if tables.pieces.shape[0]:
         parts.append(part(q[count:], tables.pieces, positions[count:]))
-    return jnp.concatenate(parts)
+    out = jnp.concatenate([out for out, _ in parts])
+    return (out, jnp.concatenate([lse for _, lse in parts])) if rules.returns_lse else out
 
 
 def paged_attention(
@@ -77,7 +80,7 @@ def paged_attention(
     tables: Tables,
     positions: Int[Array, " T"],
     rules: PagedRules,
-) -> Float[Array, "T N H"]:
+) -> Any:
     """Return what `pallas_kernels.paged_attention` returns."""
 
     def halves(pages: Array) -> tuple[Array, Array]:

@@ -24,7 +24,7 @@ To add a form: its name in `Form` and its blocks in `_seen` of
 """
 
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
-from pallas_kernels.ring.gradient import RingInputs, RingPasses, attend
+from pallas_kernels.ring.gradient import RingInputs, RingPasses, attend, attend_with_lse
 from pallas_kernels.ring.step import AxisName, Transport
 from pallas_kernels.ring_attention import backward, forward
 from pallas_kernels.ring_attention.reference import layout_positions
@@ -63,7 +63,8 @@ def ring_attention(
     directions: Directions = "one",
     transport: Transport = "ppermute",
     implementation: Implementation | None = None,
-) -> Float[Array, "B S N Hv"]:
+    returns_lse: bool = False,
+) -> Any:
     """Return exact attention of this rank's queries to the keys of all ranks.
 
     Args:
@@ -87,9 +88,11 @@ def ring_attention(
             "both" some of ten wait: measure.
         transport: "ppermute", or "remote_dma" on a TPU.
         implementation: Implementation of `flash_attention` for a block; None picks the fastest.
+        returns_lse: Whether the log-sum-exp is returned too.
 
     Returns:
-        The output in the dtype of q. A query that sees no key has output 0.
+        The output [B S N Hv] in the dtype of q; with `returns_lse` a pair of it and the log-sum-exp
+        [B N S] in float32, which has a gradient. A query that sees no key has output 0.
 
     Raises:
         ValueError: Shapes, dtypes or options do not fit, or cannot run here.
@@ -116,7 +119,8 @@ def ring_attention(
     operands = (q, k, v, positions, segment_ids, jax.lax.axis_index(axis_name))
     q, k, v = match_varying((q, k, v), operands)
     ids = _ids(positions, segment_ids, ring, layout, (q.shape[0], q.shape[1]))
-    return attend(RingInputs(q, k, v, match_varying(ids, operands)), ring, PASSES)
+    run = attend_with_lse if returns_lse else attend
+    return run(RingInputs(q, k, v, match_varying(ids, operands)), ring, PASSES)
 
 
 def _form(

@@ -29,7 +29,12 @@ from pallas_kernels.ring_attention.shards import Cut, KeyRing
 
 
 def differentiate(
-    inputs: RingInputs, out: Array, lse: Array, d_out: Array, ring: KeyRing
+    inputs: RingInputs,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    ring: KeyRing,
+    d_lse: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of a rank's queries, keys and values, in float32.
 
@@ -39,6 +44,7 @@ def differentiate(
         lse: Log-sum-exp of the forward pass.
         d_out: Gradient of the output.
         ring: Static part of the call.
+        d_lse: Gradient of the log-sum-exp; None where it is not a result.
     """
     q, k, v, ids = inputs
     # Without the barrier the compiler sees that the forward pass has received the same keys, and
@@ -46,6 +52,8 @@ def differentiate(
     q, k, v, d_out = jax.lax.optimization_barrier((q, k, v, d_out))
     rank = jax.lax.axis_index(ring.axis_name)
     delta = softmax_delta(out, d_out)
+    if d_lse is not None:
+        delta = delta - d_lse
     if shards.is_one_kernel(ring) and fits(q, k, v, ring.rules):
         tokens = shards.numbered_tokens(ids, ring, rank, q.shape[1])
         operands = AttentionOperands(q, k, v, tokens, ring.rules)

@@ -14,7 +14,7 @@ equal on full-duplex links; with more, ring attention is better. Steps, bytes an
 schedule.py. Source: TokenRing, arXiv 2412.20501, which has no backward pass; backward.py adds one.
 
 Positions, segments and windows are masked, and no block is skipped for them: only what causality
-hides by the layout is left out. It has no dropout and does not return lse.
+hides by the layout is left out. It has no dropout.
 
 To add a form: its name in `Form` and its transfers in `Schedule.homeward` of
 `pallas_kernels/token_ring_attention/schedule.py`, its loop in
@@ -22,6 +22,7 @@ To add a form: its name in `Form` and its transfers in `Schedule.homeward` of
 """
 
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.ring import checks
-from pallas_kernels.ring.gradient import RingInputs, RingPasses, attend
+from pallas_kernels.ring.gradient import RingInputs, RingPasses, attend, attend_with_lse
 from pallas_kernels.ring.step import Transport
 from pallas_kernels.ring_attention.reference import layout_positions
 from pallas_kernels.sequence_layout import SequenceLayout
@@ -59,7 +60,8 @@ def token_ring_attention(
     form: Form = "direct",
     transport: Transport = "ppermute",
     implementation: Implementation | None = None,
-) -> Float[Array, "B S N Hv"]:
+    returns_lse: bool = False,
+) -> Any:
     """Return exact attention of this rank's queries to the keys of all ranks.
 
     Call it on local shards inside `jax.shard_map`, with check_vma on or off. All arrays, and the
@@ -84,9 +86,12 @@ def token_ring_attention(
             "co_travelling" behind the queries from neighbour to neighbour, for rings and tori.
         transport: "ppermute", or "remote_dma" on a TPU.
         implementation: Implementation of `flash_attention` for a block; None picks the fastest.
+        returns_lse: Whether the log-sum-exp is returned too.
 
     Returns:
-        The output in the dtype of q. A query that sees no key has output 0 and gradients 0.
+        The output [B S N Hv] in the dtype of q; with `returns_lse` a pair of it and the log-sum-exp
+        [B N S] in float32, which has a gradient. A query that sees no key has output 0 and
+        gradients 0.
 
     Raises:
         ValueError: Shapes, dtypes or options do not fit, or cannot run here.
@@ -115,4 +120,5 @@ def token_ring_attention(
     inputs = RingInputs(q, k, v, Shard(positions, segment_ids))
     schedule = TokenRingSchedule(ranks=call.ranks, visits=visits, form=form)
     ring = QueryRing(schedule=schedule, rules=call.rules, links=call.links)
-    return attend(match_varying(inputs, inputs, rank), ring, PASSES)
+    run = attend_with_lse if returns_lse else attend
+    return run(match_varying(inputs, inputs, rank), ring, PASSES)

@@ -23,7 +23,12 @@ from pallas_kernels.token_ring_attention.messages import pack, unpack
 
 
 def differentiate(
-    inputs: RingInputs, out: Array, lse: Array, d_out: Array, ring: QueryRing
+    inputs: RingInputs,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    ring: QueryRing,
+    d_lse: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of the local shards, in float32.
 
@@ -33,11 +38,14 @@ def differentiate(
         lse: Log-sum-exp of the forward pass.
         d_out: Gradient of the output.
         ring: Static part of the call.
+        d_lse: Gradient of the log-sum-exp; None where it is not a result.
     """
     q, k, v, shard = inputs
     pieces = len(ring.schedule.pieces)
     length = q.shape[1] // pieces
     delta = softmax_delta(out, d_out)
+    if d_lse is not None:
+        delta = delta - d_lse
     # One message holds arrays of one width.
     is_joint = q.shape[-1] == d_out.shape[-1]
 

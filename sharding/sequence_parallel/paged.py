@@ -74,13 +74,14 @@ class PagedCache(NamedTuple):
             rules: Mask and kernel.
 
         Returns:
-            The output, no watched logits, and the pages with the new tokens.
+            The output, the log-sum-exp alone if the rules keep it, and the pages with the new
+            tokens.
 
         Raises:
             ValueError: Logits are to be watched, or the attention is not causal.
         """
         check_causal(rules)
-        if rules.seen:
+        if rules.is_observed:
             raise ValueError(
                 "pages serve requests and report no attention logits: set execution.telemetry to"
                 " brief"
@@ -93,13 +94,17 @@ class PagedCache(NamedTuple):
             entries = jnp.stack([new.k[0], new.v[0]], axis=2)
             pool = write_pages(pool, entries, new.layer, tables.slots)
             out = attend_pages(new.q[0], pool, new.layer, tables, new.positions[0], rules)
-            return out[None], pool
+            if not rules.keeps_lse:
+                return out[None], {}, pool
+            out, lse = out
+            return out[None], {"lse": lse.T[None]}, pool
 
+        seen = dict.fromkeys(rules.seen, (ax.ACT_BATCH, ax.ACT_HEADS, None))
         region = placement.region(
-            run, in_axes=(new_axes, pages, TABLE_AXES), out_axes=(new_axes.q, pages)
+            run, in_axes=(new_axes, pages, TABLE_AXES), out_axes=(new_axes.q, seen, pages)
         )
-        out, pool = region(new, self.pool, self.tables)
-        return out, {}, PagedCache(pool, self.tables)
+        out, sums, pool = region(new, self.pool, self.tables)
+        return out, sums, PagedCache(pool, self.tables)
 
 
 def check_causal(rules: AttentionRules) -> None:
@@ -154,8 +159,10 @@ def attend_pages(
     tables: PageTables,
     positions: Int[Array, " T"],
     rules: AttentionRules,
-) -> Float[Array, "T N H"]:
+) -> Any:
     """Return attention of new tokens over the pages of one layer; 0 for padding with "xla".
+
+    It is [T N H], and a pair with the log-sum-exp [T N] where the rules keep it.
 
     Args:
         q: Queries: one of each of R sequences, then C of each of P sequences.
@@ -180,6 +187,7 @@ def attend_pages(
             softcap=rules.softcap,
             scale=rules.scale,
             implementation=rules.implementation,
+            returns_lse=rules.keeps_lse,
         )
     except ValueError as error:
         if rules.implementation is None:

@@ -69,18 +69,21 @@ class RingConfig(SequenceForm):
 
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here to keys that pass by."""
-        out = self.attend_along(inputs, axis=inputs.cut.ring_axis(self))
-        return out, observe_gathered(inputs, self)
+        out, sums = self.attend_along(inputs, axis=inputs.cut.ring_axis(self))
+        return out, observe_gathered(inputs, self) | sums
 
-    def attend_along(self, inputs: HeldAttention, *, axis: str | tuple[str, ...]) -> Array:
-        """Return the output of the ring alone.
+    def attend_along(
+        self, inputs: HeldAttention, *, axis: str | tuple[str, ...]
+    ) -> tuple[Array, Seen]:
+        """Return the output of the ring alone, and the log-sum-exp where the rules keep it.
 
         Args:
             inputs: Arrays of this device; positions None: as the layout has it.
             axis: Mesh axis of the ring, or several that form one, the slowest first.
         """
         arguments = ring_arguments(self, inputs, axis)
-        return ring_attention(*inputs[:3], directions=self.directions, **arguments)
+        result = ring_attention(*inputs[:3], directions=self.directions, **arguments)
+        return out_and_sums(result, inputs)
 
     def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
         """Yield nothing: keys and values travel in the kernel."""
@@ -136,4 +139,18 @@ def ring_arguments(form: Any, inputs: HeldAttention, axis: str | tuple[str, ...]
         "scale": rules.scale,
         "transport": form.transport,
         "implementation": rules.implementation,
+        "returns_lse": rules.keeps_lse,
     }
+
+
+def out_and_sums(result: Any, inputs: HeldAttention) -> tuple[Array, Seen]:
+    """Return the output of a ring, and the log-sum-exp where the rules keep it.
+
+    Args:
+        result: Result of the kernel with `ring_arguments`.
+        inputs: Arrays of this device.
+    """
+    if not inputs.rules.keeps_lse:
+        return result, {}
+    out, lse = result
+    return out, {"lse": lse}

@@ -21,7 +21,7 @@ from pallas_kernels.token_ring_attention.schedule import Form, TokenRingSchedule
 from sharding.sequence_parallel.all_gather import observe_gathered
 from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, ring_axis
 from sharding.sequence_parallel.local_attention import Seen
-from sharding.sequence_parallel.ring import ring_arguments
+from sharding.sequence_parallel.ring import out_and_sums, ring_arguments
 from sharding.sequence_parallel.sizes import AttentionSizes
 
 
@@ -52,8 +52,9 @@ class TokenRingConfig(SequenceForm):
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here, which visit every device."""
         arguments = ring_arguments(self, inputs, inputs.cut.ring_axis(self))
-        out = token_ring_attention(*inputs[:3], form=self.form, **arguments)
-        return out, observe_gathered(inputs, self)
+        result = token_ring_attention(*inputs[:3], form=self.form, **arguments)
+        out, sums = out_and_sums(result, inputs)
+        return out, observe_gathered(inputs, self) | sums
 
     def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
         """Yield nothing: queries and results travel in the kernel."""

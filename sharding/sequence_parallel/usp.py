@@ -113,8 +113,10 @@ class UlyssesRingConfig(SequenceForm):
         outer, inner = self._two_axes(inputs.cut.axes)
         shared = gather_tokens(inputs.tokens, inner)
         qs, ks, vs = (to_heads(x, inner) for x in inputs[:3])
-        out = self.ring.attend_along(inputs._replace(q=qs, k=ks, v=vs, tokens=shared), axis=outer)
-        return to_positions(out, inner), observe_gathered(inputs, self)
+        exchanged = inputs._replace(q=qs, k=ks, v=vs, tokens=shared)
+        out, sums = self.ring.attend_along(exchanged, axis=outer)
+        by_token = {name: to_heads(part, inner) for name, part in sums.items()}
+        return to_positions(out, inner), observe_gathered(inputs, self) | by_token
 
     def _two_axes(self, axes: tuple[str, ...]) -> tuple[str, str]:
         """Return the axis of the ring and that of the exchange, the faster one."""
