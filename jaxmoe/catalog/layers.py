@@ -248,6 +248,29 @@ _RESIDUAL: Final = {
     ),
 }
 
+_ROPE_SCALING: Final = {
+    "linear": (
+        "jaxmoe.layers.rotary:LinearScalingConfig",
+        "Linear interpolation: all frequencies are divided by one factor.",
+    ),
+    "dynamic": (
+        "jaxmoe.layers.rotary:DynamicScalingConfig",
+        "NTK-aware scaling: the base of the wavelengths grows with the length of the row.",
+    ),
+    "yarn": (
+        "jaxmoe.layers.rotary:YarnConfig",
+        "YaRN: slow features are interpolated, fast ones stay, and logits are sharpened.",
+    ),
+    "llama3": (
+        "jaxmoe.layers.rotary:Llama3ScalingConfig",
+        "Llama 3.1: long wavelengths are stretched, short ones stay.",
+    ),
+    "longrope": (
+        "jaxmoe.layers.rotary:LongRopeConfig",
+        "LongRoPE: a searched divisor for each feature, one set for short rows and one for long.",
+    ),
+}
+
 _LOOP: Final = {
     "loop": (
         "jaxmoe.contrib.depth.loop:LoopConfig",
@@ -272,6 +295,7 @@ BASES: Final = {
     "mixer": "jaxmoe.layers.context:MixerBase",
     "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
     "residual": "jaxmoe.layers.residual:Residual",
+    "rope_scaling": "jaxmoe.layers.rotary:RopeScaling",
     "loop": "jaxmoe.models.loop:LayerLoop",
     "rows": "jaxmoe.layers.rows:ExecutionRows",
 }
@@ -286,6 +310,7 @@ MEMBERS: Final = {
     "mixer": _MIXER,
     "feed_forward": _FEED_FORWARD,
     "residual": _RESIDUAL,
+    "rope_scaling": _ROPE_SCALING,
     "loop": _LOOP,
     "rows": _ROWS,
 }

@@ -27,7 +27,7 @@ Windows and gates are not implemented.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -40,7 +40,7 @@ from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
-from jaxmoe.layers.rotary import YarnConfig, rotary_angles, rotate, yarn_size
+from jaxmoe.layers.rotary import RopeLayout, YarnConfig, in_halves, rotary_angles, rotate
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
@@ -85,7 +85,7 @@ class LatentAttentionConfig(AttentionMixer):
     """Width of one head's values."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
-    rope_layout: Literal["interleaved", "halves"] = "interleaved"
+    rope_layout: RopeLayout = "interleaved"
     """Features that RoPE turns together: 2h and 2h + 1 (DeepSeek's weights), or h and
     h + rope_dim / 2."""
     yarn: YarnConfig | None = None
@@ -249,16 +249,17 @@ class LatentAttention(nn.Module):
         else:
             where = places_of(current_order(self.context, self.execution, x.shape[1]), x.shape[1])
         angles = rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
-        q_rope = rotate(self._in_halves(q[..., config.nope_dim :]), angles)
+        layout = config.rope_layout
+        q_rope = rotate(in_halves(q[..., config.nope_dim :], layout), angles)
         q_nope = q[..., : config.nope_dim]
         rope_key = placement.place(rope_key, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))[:, :, None]
-        rope_key = rotate(self._in_halves(rope_key), angles)
+        rope_key = rotate(in_halves(rope_key, layout), angles)
 
         shape = (config.latent_dim, config.num_heads, config.nope_dim + config.value_dim)
         axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
         kv_b = self._declare("kv_b", shape, axes, ((-3,), (-2, -1))).astype(dtype)
         yarn = config.yarn
-        stretch = 1.0 if yarn is None else yarn_size(yarn, yarn.mscale_all_dim) ** 2
+        stretch = 1.0 if yarn is None else yarn.logit_factor()
         rules = AttentionRules(
             is_causal=config.is_causal,
             scale=(self.context.multipliers.attention_scale or config.head_dim**-0.5) * stretch,
@@ -389,12 +390,6 @@ class LatentAttention(nn.Module):
 
         region = placement.region(run, in_axes=(axes, (None, ax.HEADS, None)), out_axes=axes)
         return region(x, weight)
-
-    def _in_halves(self, x: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
-        """Return features in the layout of `rotate`; products do not depend on their order."""
-        if self.config.rope_layout == "halves":
-            return x
-        return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
     def _declare(self, name, shape, axes, matrix, role: Role = "attention_in") -> Array:
         return declare(self, name, Declaration(shape=shape, axes=axes, role=role, matrix=matrix))
