@@ -148,11 +148,11 @@ class StreamAttention(Attention):
         cache: LayerCache | None,
         layer: LayerInputs | None,
         *,
-        keeps_lse: bool = True,
+        keeps_lse: bool = False,
     ) -> Attended:
         config = self.config
         placement = self.execution.placement
-        attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=keeps_lse)
+        attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=True)
         out = attended.out
         logits = attended.logits
         lse = logits["lse"]
@@ -161,13 +161,15 @@ class StreamAttention(Attention):
             rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
             learned = (None, None, ax.KV_HEADS, None)
             heads = (*rows, ax.ACT_HEADS, None)
+            sums = (rows[0], ax.ACT_HEADS, rows[1])
             region = placement.region(
                 self._merged,
-                in_axes=(heads, heads, (rows[0], ax.ACT_HEADS, rows[1]), learned, learned),
-                out_axes=heads,
+                in_axes=(heads, heads, sums, learned, learned),
+                out_axes=(heads, sums),
             )
-            out = region(q, out, lse, *given)
-        return attended._replace(out=out, logits=logits if "top" in logits else {})
+            out, lse = region(q, out, lse, *given)
+        observed = logits if "top" in logits else {}
+        return attended._replace(out=out, logits=observed | {"lse": lse} if keeps_lse else observed)
 
     def _prefix(self, name: str) -> Float[Array, "P U M H"]:
         config = self.config
@@ -180,7 +182,7 @@ class StreamAttention(Attention):
         )
         return declare(self, name, declaration)
 
-    def _merged(self, q, out, lse, k, v, *, batch_axes) -> Array:
+    def _merged(self, q, out, lse, k, v, *, batch_axes) -> tuple[Array, Array]:
         """Return attention to the tokens and the learned keys, on the rows of one device."""
         del batch_axes
         k, v = (jnp.tile(part, (q.shape[0] // part.shape[0], 1, 1, 1)) for part in (k, v))
@@ -188,7 +190,8 @@ class StreamAttention(Attention):
         kernel = self.execution.implementations.attention
         given: Any = {"softcap": self.config.softcap, "scale": scale, "implementation": kernel}
         learned = SoftmaxState(*flash_attention(q, k, v, causal=False, **given))
-        return merge(SoftmaxState(out, lse), learned).out
+        merged = merge(SoftmaxState(out, lse), learned)
+        return merged.out, merged.lse
 
 
 class MergeStreams(nn.Module):

@@ -7,7 +7,8 @@
     o_n    *= sigmoid(x Wg)_n                                  if is_gated
     y       = concat_n(o_n) Wo
 
-`sharding.sequence_parallel` decides on which devices the softmax runs.
+`sharding.sequence_parallel` decides on which devices the softmax runs. `attention_parts.py` has
+what some models add: biases, gates of features, sinks.
 Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06708.
 """
 
@@ -19,16 +20,24 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
+from jaxmoe.layers.mixers.attention_parts import (
+    GateForm,
+    QueryTemperatureConfig,
+    add_biases,
+    add_output_bias,
+    gate_heads,
+    weigh_against_sinks,
+)
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
-from jaxmoe.layers.rotary import rotary_angles, rotate
+from jaxmoe.layers.rotary import RopeLayout, RopeScaling, rotary_angles, rotate_in_place
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
@@ -68,12 +77,33 @@ class AttentionConfig(AttentionMixer):
     """Width of one head (H)."""
     qk_norm: Literal["none", "head", "full"] = "head"
     """RMSNorm of queries and keys: none, over each head, or over all heads together (OLMoE)."""
+    qk_norm_place: Literal["before", "after"] = "before"
+    """Whether queries and keys are normed before or after RoPE turns them."""
+    qkv_clip: float | None = None
+    """Bound of the absolute values of q, k and v before RoPE, norms before it included; off when
+    None."""
+    query_temperature: QueryTemperatureConfig | None = None
+    """Growth of the queries with their positions, after RoPE and norms; none when None."""
     is_gated: bool = False
     """Multiply each head's output by a sigmoid of the layer's input."""
+    gate_form: GateForm = "head"
+    """Whether `is_gated` has a gate for each head or for each feature of it."""
+    has_sinks: bool = False
+    """Whether each head has a learned logit in the softmax's denominator that has no value."""
     positions: Literal["rotary", "none"] = "rotary"
     """How queries and keys know where they stand: turned by RoPE, or only by the mask."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
+    rotary_dim: int | None = None
+    """First features of a head that RoPE turns, an even number; all when None."""
+    rope_layout: RopeLayout = "halves"
+    """Features that RoPE turns together: h and h + rotary_dim / 2, or 2h and 2h + 1."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of the wavelengths for rows longer than those of pretraining; None for none."""
+    has_bias: bool = False
+    """Whether queries, keys and values have biases."""
+    has_output_bias: bool = False
+    """Whether the output has a bias."""
     window: int | None = None
     """Positions that a query sees, itself included, and as many ahead where attention is not
     causal; all when None."""
@@ -89,20 +119,38 @@ class AttentionConfig(AttentionMixer):
                 f"attention.num_heads={self.num_heads} must be a multiple of"
                 f" attention.num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2 and self.positions == "rotary":
+        if self.head_dim % 2 and self.positions == "rotary" and self.rotary_dim is None:
             raise ValueError(f"attention.head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if self.rotary_dim is not None and (
+            self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim
+        ):
+            raise ValueError(
+                f"attention.rotary_dim={self.rotary_dim} must be an even number from 2 to"
+                f" attention.head_dim={self.head_dim}, or None for all"
+            )
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.rope_dim // 2)
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
+        for field in ("softcap", "qkv_clip"):
+            bound = getattr(self, field)
+            if bound is not None and bound <= 0:
+                raise ValueError(f"attention.{field}={bound} must be above 0, or None for off")
 
     @property
     def value_dim(self) -> int:
         """Width of one head's values."""
         return self.head_dim
 
+    @property
+    def rope_dim(self) -> int:
+        """Features of a head that RoPE turns."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer, gates left out.
+        """Return the number of parameters in the projections of one layer.
+
+        Gates and vectors (norms, biases, sinks) are left out.
 
         Args:
             embed_dim: D.
@@ -220,32 +268,23 @@ class Attention(nn.Module):
         Returns:
             The output [B S D] in the compute dtype, and the new cache and observations.
         """
-        positions = tokens.positions
         config = self.config
         placement = self.execution.placement
         dtype = self.execution.precision.compute_dtype
         form = self.execution.tensor_products
         projections = self._projections(dtype, tokens.mix)
         heads = out_of_stream(x.astype(dtype), projections, placement, form=form)
-        q = self._norm("q_norm", heads["q"])
-        k = self._norm("k_norm", heads["k"])
-        v = heads["v"]
-
-        if config.positions == "rotary":
-            where = positions
-            if where is None and tokens.order is not None:
-                where = tokens.order.by_row
-            if where is not None:
-                where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-            else:
-                order = current_order(self.context, self.execution, x.shape[1])
-                where = places_of(order, x.shape[1])
-            angles = rotary_angles(where, config.head_dim, config.rope_theta)
-            q = rotate(q, angles)
-            k = rotate(k, angles)
-        out, logits, entries, carry = self._attend(q, k, v.astype(dtype), tokens, cache, layer)
+        if config.has_bias:
+            heads = add_biases(self, heads, placement)
+        q, k, v = self._place(heads, tokens)
+        out, logits, entries, carry = self._attend(
+            q, k, v.astype(dtype), tokens, cache, layer, keeps_lse=config.has_sinks
+        )
+        if config.has_sinks:
+            out = weigh_against_sinks(self, out, logits["lse"], placement)
+            logits = logits if "top" in logits else {}
         if config.is_gated:
-            out = out * jax.nn.sigmoid(heads["gate"])[..., None].astype(dtype)
+            out = gate_heads(out, heads["gate"], config.gate_form)
         weight = self._declare(
             "o",
             (config.num_heads, config.head_dim, self.context.embed_dim),
@@ -263,8 +302,41 @@ class Attention(nn.Module):
             encoded=self.execution.encoded_product,
         )
         y = into_stream(out, product, placement, form=form)
+        if config.has_output_bias:
+            y = add_output_bias(self, y)
         observations = observer_of(self.execution).attention(logits, tokens.token_mask)
         return y, MixerOutputs(cache=entries, observations=observations, carry=carry)
+
+    def _place(self, heads: dict[str, Array], tokens: TokenInputs) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values, normed, clipped and turned by their positions."""
+        config = self.config
+        q, k, v = (heads[name] for name in "qkv")
+        if config.qk_norm_place == "before":
+            q = self._norm("q_norm", q)
+            k = self._norm("k_norm", k)
+        if config.qkv_clip is not None:
+            q, k, v = (jnp.clip(part, -config.qkv_clip, config.qkv_clip) for part in (q, k, v))
+        if config.positions == "rotary":
+            where = self._positions(tokens, q.shape[1])
+            angles = rotary_angles(where, config.rope_dim, config.rope_theta, config.rope_scaling)
+            q = rotate_in_place(q, angles, config.rope_layout)
+            k = rotate_in_place(k, angles, config.rope_layout)
+        if config.qk_norm_place == "after":
+            q = self._norm("q_norm", q)
+            k = self._norm("k_norm", k)
+        if config.query_temperature is not None:
+            factor = config.query_temperature.factor(self._positions(tokens, q.shape[1]))
+            q = (q * factor).astype(q.dtype)
+        return q, k, v
+
+    def _positions(self, tokens: TokenInputs, length: int) -> Int[Array, "#B S"]:
+        """Return the positions of the tokens, their places in the row where none are set."""
+        where = tokens.positions
+        if where is None and tokens.order is not None:
+            where = tokens.order.by_row
+        if where is not None:
+            return self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+        return places_of(current_order(self.context, self.execution, length), length)
 
     def _attend(
         self,
@@ -351,19 +423,31 @@ class Attention(nn.Module):
                 encoded=self.execution.encoded_product,
             )
         if config.is_gated:
-            weight = self._declare(
-                "gate",
-                (self.context.embed_dim, config.num_heads),
-                (ax.EMBED, ax.HEADS),
-                "attention_gate",
-                ((-2,), (-1,)),
-            )
-            spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
-            gate = as_factor(weight, dtype, mix)
-            projections["gate"] = Product(
-                "bsd,dn->bsn", gate, (None, ax.HEADS), spread, jnp.float32
-            )
+            projections["gate"] = self._gate(dtype, mix)
         return projections
+
+    def _gate(self, dtype: Any, mix: Any) -> Product:
+        """Return the product for the logits of the gates, f32."""
+        config = self.config
+        spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
+        if config.gate_form == "head":
+            shape = (self.context.embed_dim, config.num_heads)
+            axes = (ax.EMBED, ax.HEADS)
+            weight = self._declare("gate", shape, axes, "attention_gate", ((-2,), (-1,)))
+            gate = as_factor(weight, dtype, mix)
+            return Product("bsd,dn->bsn", gate, (None, ax.HEADS), spread, jnp.float32)
+        shape = (self.context.embed_dim, config.num_heads, config.head_dim)
+        axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
+        weight = self._declare("gate", shape, axes, "attention_gate", ((-3,), (-2, -1)))
+        return Product(
+            "bsd,dnh->bsnh",
+            as_factor(weight, dtype, mix),
+            (None, ax.HEADS, None),
+            (*spread, None),
+            jnp.float32,
+            activations=self.execution.precision.activations,
+            encoded=self.execution.encoded_product,
+        )
 
     def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """Apply the QK-norm: over each head, over all heads of a token, or none."""

@@ -1,0 +1,152 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Optional parts of grouped-query attention: biases, gates and sinks of heads, temperature.
+
+    q += b_q                                a bias for each head and feature; k, v and y alike
+    o *= sigmoid(x Wg)                      a gate for each head, or for each feature
+    o *= sigmoid(lse - sink)                a logit without a value in the softmax's denominator
+    q *= a log(1 + floor((p + 1) / f)) + 1  p: position of the query
+
+The sink of a head: exp(lse) / (exp(lse) + exp(sink)) is the share of the softmax that its keys
+have, so that attention returns its log-sum-exp and computes no further column.
+
+Sources: biases arXiv 2309.16609; gates arXiv 2505.06708; sinks arXiv 2508.10925;
+temperature arXiv 2501.19399.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.declarations import Declaration, declare
+from jaxmoe.field_docs import with_field_docs
+from jaxmoe.layers.context import require_positive
+from sharding import axes as ax
+from sharding.constrain import Placement
+
+GateForm = Literal["head", "element"]
+"""A gate for each head, or for each feature of a head."""
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QueryTemperatureConfig:
+    """Queries that grow with the logarithm of their positions, for rows longer than in training."""
+
+    floor_scale: float = 8192.0
+    """Positions from one step of the factor to the next (f)."""
+    attn_scale: float = 0.1
+    """Weight of the logarithm (a)."""
+
+    def __post_init__(self):
+        require_positive("attention.query_temperature", self, "floor_scale", "attn_scale")
+
+    def factor(self, positions: Int[Array, "#B S"]) -> Float[Array, "#B S 1 1"]:
+        """Return the factor of the queries at these positions, f32."""
+        steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.floor_scale)
+        return (jnp.log1p(steps) * self.attn_scale + 1.0)[:, :, None, None]
+
+
+_ROWS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+_BIASES = {
+    "q": (ax.HEADS, ax.ACT_HEADS),
+    "k": (ax.KV_HEADS, ax.ACT_KV_HEADS),
+    "v": (ax.KV_HEADS, ax.ACT_KV_HEADS),
+}
+"""Logical axes of the heads of each bias, and of what it is added to."""
+
+
+def declare_vector(module: nn.Module, name: str, shape: tuple[int, ...], axes: Any) -> Array:
+    """Return a parameter that starts at 0 and is no matrix.
+
+    Args:
+        module: Module that owns it.
+        name: Name in the module.
+        shape: Its shape.
+        axes: Logical axis of each dimension.
+    """
+    row = Declaration(shape=shape, axes=axes, role="state", matrix=None, init="zeros")
+    return declare(module, name, row)
+
+
+def add_biases(
+    module: nn.Module, heads: dict[str, Float[Array, "B S n H"]], placement: Placement
+) -> dict[str, Float[Array, "B S n H"]]:
+    """Return queries, keys and values with their biases; other projections as they are.
+
+    Args:
+        module: Module that owns the biases.
+        heads: Projections of the stream by name.
+        placement: Layout rules.
+    """
+    biases = {
+        name: declare_vector(module, f"{name}_bias", heads[name].shape[2:], (axis, ax.HEAD_DIM))
+        for name, (axis, _) in _BIASES.items()
+    }
+
+    def add(part: dict[str, Array], biases: dict[str, Array], *, batch_axes: Any) -> Any:
+        del batch_axes
+        return {name: x + biases[name].astype(x.dtype)[None, None] for name, x in part.items()}
+
+    spread = {name: (*_ROWS, axis, None) for name, (_, axis) in _BIASES.items()}
+    in_use = {name: (axis, None) for name, (axis, _) in _BIASES.items()}
+    region = placement.region(add, in_axes=(spread, in_use), out_axes=spread)
+    return heads | region({name: heads[name] for name in _BIASES}, biases)
+
+
+def add_output_bias(module: nn.Module, y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Return the output with its bias, which is added once, to the sum over all heads.
+
+    Args:
+        module: Module that owns the bias.
+        y: Output in the layout of the stream.
+    """
+    bias = declare_vector(module, "o_bias", y.shape[-1:], (ax.NORM,))
+    return y + bias.astype(y.dtype)[None, None]
+
+
+def weigh_against_sinks(
+    module: nn.Module,
+    out: Float[Array, "B S N H"],
+    lse: Float[Array, "B N S"],
+    placement: Placement,
+) -> Float[Array, "B S N H"]:
+    """Return the output of each head with a learned logit in the denominator of its softmax.
+
+    Args:
+        module: Module that owns the logits.
+        out: Output without them.
+        lse: Log-sum-exp of the logits of every query, with its gradient.
+        placement: Layout rules.
+    """
+    sinks = declare_vector(module, "sinks", out.shape[2:3], (ax.HEADS,))
+
+    def weigh(out: Array, lse: Array, sinks: Array, *, batch_axes: Any) -> Array:
+        del batch_axes
+        share = jax.nn.sigmoid(lse - sinks.astype(lse.dtype)[None, :, None])
+        return out * share.swapaxes(1, 2)[..., None].astype(out.dtype)
+
+    heads = (*_ROWS, ax.ACT_HEADS, None)
+    sums = (ax.ACT_BATCH, ax.ACT_HEADS, ax.ACT_SEQ_INNER)
+    region = placement.region(weigh, in_axes=(heads, sums, (ax.HEADS,)), out_axes=heads)
+    return region(out, lse, sinks)
+
+
+def gate_heads(
+    out: Float[Array, "B S N H"], logits: Float[Array, "B S N ..."], form: GateForm
+) -> Float[Array, "B S N H"]:
+    """Return the output of each head, multiplied by the sigmoid of its gates.
+
+    Args:
+        out: Output of each head.
+        logits: Logits of the gates, f32.
+        form: Whether there is one for each head or for each feature.
+    """
+    gates = jax.nn.sigmoid(logits)
+    return out * (gates[..., None] if form == "head" else gates).astype(out.dtype)
