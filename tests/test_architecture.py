@@ -159,6 +159,7 @@ REGISTRIES = {
         "shared_keys",
         "parallel_streams",
     },
+    "jaxmoe.layers.norms:NORMS": {"rms", "layer"},
     "jaxmoe.layers.residual:RESIDUALS": {"standard", "ladder", "hyper"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor", "sgd"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},

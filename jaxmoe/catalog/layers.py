@@ -271,6 +271,17 @@ _ROPE_SCALING: Final = {
     ),
 }
 
+_NORM: Final = {
+    "rms": (
+        "jaxmoe.layers.norms:RmsNormConfig",
+        "Divides features by their root mean square (RMSNorm).",
+    ),
+    "layer": (
+        "jaxmoe.layers.norms:LayerNormConfig",
+        "Subtracts the mean of the features and divides by their deviation (LayerNorm).",
+    ),
+}
+
 _LOOP: Final = {
     "loop": (
         "jaxmoe.contrib.depth.loop:LoopConfig",
@@ -296,6 +307,7 @@ BASES: Final = {
     "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
     "residual": "jaxmoe.layers.residual:Residual",
     "rope_scaling": "jaxmoe.layers.rotary:RopeScaling",
+    "norm": "jaxmoe.layers.norms:NormBase",
     "loop": "jaxmoe.models.loop:LayerLoop",
     "rows": "jaxmoe.layers.rows:ExecutionRows",
 }
@@ -311,6 +323,7 @@ MEMBERS: Final = {
     "feed_forward": _FEED_FORWARD,
     "residual": _RESIDUAL,
     "rope_scaling": _ROPE_SCALING,
+    "norm": _NORM,
     "loop": _LOOP,
     "rows": _ROWS,
 }

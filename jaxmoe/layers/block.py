@@ -25,7 +25,6 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards import FeedForwardBase
 from jaxmoe.layers.mixers import MixerBase
-from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.observer import observer_of, unite
 from jaxmoe.layers.records import (
     FeedForwardOutputs,
@@ -72,11 +71,12 @@ class Block(nn.Module):
         self._feed_forward_residual = residual.build("feed_forward", **sizes, placement=placement)
         mixer = self.mixer
         feed_forward = self.feed_forward
-        self._mixer_norm = RMSNorm(width, epsilon, name=f"{mixer.module_name}_norm")
+        norm = self.context.norm
+        self._mixer_norm = norm.build(width, epsilon, name=f"{mixer.module_name}_norm")
         self._mixer = mixer.build(
             self.context, self.execution, train=self.train, name=mixer.module_name
         )
-        self._feed_forward_norm = RMSNorm(width, epsilon, name="feed_forward_norm")
+        self._feed_forward_norm = norm.build(width, epsilon, name="feed_forward_norm")
         self._feed_forward = feed_forward.build(
             self.context, self.execution, train=self.train, name=feed_forward.module_name
         )

@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.carry import Carry
+from jaxmoe.layers.norms import NormBase, RmsNormConfig
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rows import RowTransform
 from jaxmoe.layers.view import ParameterView
@@ -426,7 +427,9 @@ class LayerContext:
     embed_dim: int
     """D, width of the residual stream."""
     norm_epsilon: float = 1e-6
-    """Term added to the mean square in RMSNorm."""
+    """Term added to the mean square or the variance in norms."""
+    norm: NormBase = RmsNormConfig()
+    """Norm of the halves of a layer."""
     multipliers: ForwardMultipliers = ForwardMultipliers()
     """Forward multipliers of the parameterisation."""
     mixers: tuple[MixerBase, ...] = ()

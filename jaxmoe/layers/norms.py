@@ -1,14 +1,30 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm: y = gain * x / sqrt(mean(x^2) + epsilon), in f32 (arXiv 1910.07467)."""
+"""Normalises the last dimension of activations, in f32.
+
+    rms      y = (gain + gain_offset) x / sqrt(mean(x^2) + epsilon)          (arXiv 1910.07467)
+    layer    y = gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias          (arXiv 1607.06450)
+
+`ModelConfig.norm` is the norm of the halves of all layers and the final one. A layer that declares
+its parameters itself, such as a QK-norm, takes `declarations` and `apply` of the config.
+
+To add a norm: a config that extends `NormBase`, its row under `norm` in `jaxmoe/catalog/layers.py`,
+a row of NORMS in `tests/jaxmoe/layers/test_norms.py`.
+"""
 
 from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from jaxmoe.catalog import Registry
 from jaxmoe.declarations import Declaration, declare
 from sharding import axes as ax
 
@@ -26,20 +42,154 @@ def rms_norm(
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + epsilon)
-    gain = gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gain.shape)
-    return (normed * gain).astype(x.dtype)
+    return (normed * _of_features(gain, x.ndim)).astype(x.dtype)
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension with a learned gain, initially 1."""
+def layer_norm(
+    x: Float[Array, "*B D"],
+    gain: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    epsilon: float,
+) -> Float[Array, "*B D"]:
+    """Normalise the last dimension to mean 0 and variance 1, in the dtype of `x`.
+
+    Args:
+        x: Array of any float dtype.
+        gain: Factor of each feature.
+        bias: Addend of each feature; None adds nothing.
+        epsilon: Term added to the variance.
+    """
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(variance + epsilon) * _of_features(gain, x.ndim)
+    if bias is not None:
+        y = y + _of_features(bias, x.ndim)
+    return y.astype(x.dtype)
+
+
+def _of_features(vector: Array, ndim: int) -> Array:
+    """Return a vector of features in f32, with leading dimensions of 1."""
+    return vector.astype(jnp.float32).reshape((1,) * (ndim - 1) + vector.shape)
+
+
+class NormBase(abc.ABC):
+    """Base class of the configs of norms."""
+
+    __slots__ = ()
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    name: ClassVar[str]
+    """Name in the registry and on the command line."""
+
+    @abc.abstractmethod
+    def declarations(self, dim: int) -> dict[str, Declaration]:
+        """Return the parameters by name; the first one is `gain`.
+
+        Args:
+            dim: Features that are normalised.
+        """
+
+    @abc.abstractmethod
+    def apply(
+        self, x: Float[Array, "*B D"], weights: Mapping[str, Array], epsilon: float
+    ) -> Float[Array, "*B D"]:
+        """Return the last dimension of `x` normalised, in its dtype.
+
+        Args:
+            x: Array of any float dtype.
+            weights: Values of the parameters of `declarations`, by name.
+            epsilon: Term added to the mean square or the variance.
+        """
+
+    def build(self, dim: int, epsilon: float, *, name: str | None = None) -> Norm:
+        """Return the module of one norm.
+
+        Args:
+            dim: Features that are normalised.
+            epsilon: Term added to the mean square or the variance.
+            name: Name among the parameters.
+        """
+        return Norm(dim, epsilon, self, name=name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RmsNormConfig(NormBase):
+    """Divides features by their root mean square (RMSNorm)."""
+
+    name: ClassVar[str] = "rms"
+
+    gain_offset: float = 0.0
+    """Number added to the learned gains, 0 or 1. With 1 they start at 0 and weight decay draws the
+    factors to 1 (zero-centred gains)."""
+
+    def __post_init__(self):
+        if self.gain_offset not in (0.0, 1.0):
+            raise ValueError(
+                f"norm.gain_offset={self.gain_offset} must be 0 or 1: gains start at 1 -"
+                " gain_offset, so that a new norm has the factor 1"
+            )
+
+    def declarations(self, dim: int) -> dict[str, Declaration]:
+        """Return the gains, initially 1 - `gain_offset`."""
+        return {"gain": _vector(dim, "zeros" if self.gain_offset else "ones")}
+
+    def apply(
+        self, x: Float[Array, "*B D"], weights: Mapping[str, Array], epsilon: float
+    ) -> Float[Array, "*B D"]:
+        """Return `x` divided by its root mean square, times the gains."""
+        gain = weights["gain"]
+        if self.gain_offset:
+            gain = gain.astype(jnp.float32) + jnp.float32(self.gain_offset)
+        return rms_norm(x, gain, epsilon)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNormConfig(NormBase):
+    """Subtracts the mean of the features and divides by their deviation (LayerNorm)."""
+
+    name: ClassVar[str] = "layer"
+
+    has_bias: bool = False
+    """Whether a learned vector is added, initially 0."""
+
+    def declarations(self, dim: int) -> dict[str, Declaration]:
+        """Return the gains, initially 1, and the biases."""
+        weights = {"gain": _vector(dim, "ones")}
+        if self.has_bias:
+            weights["bias"] = _vector(dim, "zeros")
+        return weights
+
+    def apply(
+        self, x: Float[Array, "*B D"], weights: Mapping[str, Array], epsilon: float
+    ) -> Float[Array, "*B D"]:
+        """Return `x` without its mean, divided by its deviation, times the gains, plus biases."""
+        return layer_norm(x, weights["gain"], weights.get("bias"), epsilon)
+
+
+def _vector(dim: int, init: Any) -> Declaration:
+    return Declaration(shape=(dim,), axes=(ax.NORM,), role="norm", matrix=None, init=init)
+
+
+class Norm(nn.Module):
+    """A norm over the last dimension.
+
+    Attributes:
+        dim: Features that are normalised.
+        epsilon: Term added to the mean square or the variance.
+        config: Kind of norm.
+    """
 
     dim: int
     epsilon: float
+    config: NormBase
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Return `x` normalised."""
-        gains = Declaration(
-            shape=(self.dim,), axes=(ax.NORM,), role="norm", matrix=None, init="ones"
-        )
-        return rms_norm(x, declare(self, "gain", gains), self.epsilon)
+        declarations = self.config.declarations(self.dim)
+        weights = {name: declare(self, name, row) for name, row in declarations.items()}
+        return self.config.apply(x, weights, self.epsilon)
+
+
+NORMS = Registry("norm")

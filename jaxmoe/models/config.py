@@ -28,6 +28,7 @@ from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import MixerBase
+from jaxmoe.layers.norms import NormBase, RmsNormConfig
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.layers.rows import NestedRows, RowTransform, rows_of
@@ -74,7 +75,9 @@ class ModelConfig:
     """Layers that differ: all of them, or a period that is repeated up to num_layers. Empty: every
     layer has the mixer `attention` and the feed-forward `moe`."""
     norm_epsilon: float = 1e-6
-    """Term added to the mean square in RMSNorm."""
+    """Term added to the mean square or the variance in norms."""
+    norm: NormBase = RmsNormConfig()
+    """Norm of the halves of layers, and after the last layer."""
     residual: Residual = StandardResidualConfig()
     """How layers read the residual stream and write to it."""
     loop: LayerLoop | None = None
@@ -241,6 +244,7 @@ def _context(model: ModelConfig) -> LayerContext:
     return LayerContext(
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
+        norm=model.norm,
         multipliers=model.forward_multipliers,
         mixers=tuple(dict.fromkeys(kind.mixer for kind in kinds)),
         feed_forwards=tuple(dict.fromkeys(kind.feed_forward for kind in kinds)),

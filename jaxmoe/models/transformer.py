@@ -31,7 +31,6 @@ from jaxmoe.layers.block import Block
 from jaxmoe.layers.carry import initial_carry
 from jaxmoe.layers.feed_forwards.moe.layout import check_dispatcher
 from jaxmoe.layers.gather import WHOLE
-from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.layers.observer import Observations
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.layers.rows import RowTransform
@@ -168,7 +167,7 @@ class Transformer(nn.Module):
         statistics, losses, observations = join_outputs(model.scans, outputs)
         x = rows.leave(flow, shared, execution).x
         x = x if is_laid_out else lay_back(x, order, execution)
-        x = RMSNorm(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
+        x = model.norm.build(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = read_at(x, logits_at, execution.placement)
         weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
         return Output(

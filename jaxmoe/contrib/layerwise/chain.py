@@ -29,7 +29,6 @@ from jaxmoe.adapters import fold_adapters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
 from jaxmoe.layers.context import LayerContext
-from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerInputs, Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
@@ -226,8 +225,8 @@ class Chain:
 
     def norm_output(self, stream: Stream) -> Float[Array, "B S D"]:
         """Return the activations after the final norm of a stream after the last layer."""
-        gain = self.params["final_norm"]["gain"]
-        return rms_norm(self.hidden(stream), gain, self.model.norm_epsilon)
+        model = self.model
+        return model.norm.apply(self.hidden(stream), self.params["final_norm"], model.norm_epsilon)
 
     def logits(self, stream: Stream, at: Any = None) -> Float[Array, "B S V"]:
         """Return the logits of a stream after the last layer, f32.
@@ -316,7 +315,7 @@ def _logits(
     model: ModelConfig, execution: ExecutionConfig, params: Any, stream: Stream, at: Any
 ) -> Array:
     x = model.residual.leave(stream, model.context, execution).x
-    x = rms_norm(x, params["final_norm"]["gain"], model.norm_epsilon)
+    x = model.norm.apply(x, params["final_norm"], model.norm_epsilon)
     x = read_at(x, at, execution.placement)
     return output_logits(x, head_weight(params, model), model, execution)
 

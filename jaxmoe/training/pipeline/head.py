@@ -26,7 +26,6 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.norms import RMSNorm
 from jaxmoe.models.cache import axis_devices
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
@@ -217,7 +216,7 @@ def _loss_of_positions(
     )
 
     def logits_of(stream: Array, params: tuple[dict[str, Any], Array]) -> Array:
-        norm = RMSNorm(model.embed_dim, model.norm_epsilon)
+        norm = model.norm.build(model.embed_dim, model.norm_epsilon)
         hidden: Any = norm.apply({"params": head.used(params[0])["final_norm"]}, stream)
         return product(hidden.astype(head.execution.precision.compute_dtype), params[1])
 

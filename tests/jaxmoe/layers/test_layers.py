@@ -13,7 +13,7 @@ import pytest
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
-from jaxmoe.layers.norms import RMSNorm, rms_norm
+from jaxmoe.layers.norms import Norm, RmsNormConfig, rms_norm
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.precision import PrecisionPolicy
@@ -61,7 +61,7 @@ def test_rms_norm_of_zeros_is_zero():
 
 
 def test_rms_norm_starts_with_gains_of_one():
-    variables = RMSNorm(WIDTH, 1e-6).init(jax.random.key(0), _normal(3, 2, WIDTH))
+    variables = Norm(WIDTH, 1e-6, RmsNormConfig()).init(jax.random.key(0), _normal(3, 2, WIDTH))
     np.testing.assert_array_equal(nn.meta.unbox(variables)["params"]["gain"], np.ones(WIDTH))
 
 
