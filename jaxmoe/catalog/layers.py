@@ -276,6 +276,10 @@ _NORM: Final = {
         "jaxmoe.layers.norms:RmsNormConfig",
         "Divides features by their root mean square (RMSNorm).",
     ),
+    "centred_rms": (
+        "jaxmoe.layers.norms:CentredRmsNormConfig",
+        "RMSNorm whose factors are 1 + gain, so that weight decay draws them to 1.",
+    ),
     "layer": (
         "jaxmoe.layers.norms:LayerNormConfig",
         "Subtracts the mean of the features and divides by their deviation (LayerNorm).",

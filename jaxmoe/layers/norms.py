@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Normalises the last dimension of activations, in f32.
 
-    rms      y = (gain + gain_offset) x / sqrt(mean(x^2) + epsilon)          (arXiv 1910.07467)
-    layer    y = gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias          (arXiv 1607.06450)
+    rms          y = gain x / sqrt(mean(x^2) + epsilon)                        (arXiv 1910.07467)
+    centred_rms  y = (1 + gain) x / sqrt(mean(x^2) + epsilon)
+    layer        y = gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias        (arXiv 1607.06450)
 
 `ModelConfig.norm` is the norm of the halves of all layers and the final one. A layer that declares
 its parameters itself, such as a QK-norm, takes `declarations` and `apply` of the config.
@@ -119,29 +120,32 @@ class RmsNormConfig(NormBase):
 
     name: ClassVar[str] = "rms"
 
-    gain_offset: float = 0.0
-    """Number added to the learned gains, 0 or 1. With 1 they start at 0 and weight decay draws the
-    factors to 1 (zero-centred gains)."""
-
-    def __post_init__(self):
-        if self.gain_offset not in (0.0, 1.0):
-            raise ValueError(
-                f"norm.gain_offset={self.gain_offset} must be 0 or 1: gains start at 1 -"
-                " gain_offset, so that a new norm has the factor 1"
-            )
-
     def declarations(self, dim: int) -> dict[str, Declaration]:
-        """Return the gains, initially 1 - `gain_offset`."""
-        return {"gain": _vector(dim, "zeros" if self.gain_offset else "ones")}
+        """Return the gains, initially 1."""
+        return {"gain": _vector(dim, "ones")}
 
     def apply(
         self, x: Float[Array, "*B D"], weights: Mapping[str, Array], epsilon: float
     ) -> Float[Array, "*B D"]:
         """Return `x` divided by its root mean square, times the gains."""
-        gain = weights["gain"]
-        if self.gain_offset:
-            gain = gain.astype(jnp.float32) + jnp.float32(self.gain_offset)
-        return rms_norm(x, gain, epsilon)
+        return rms_norm(x, weights["gain"], epsilon)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CentredRmsNormConfig(NormBase):
+    """RMSNorm whose factors are 1 + gain, so that weight decay draws them to 1."""
+
+    name: ClassVar[str] = "centred_rms"
+
+    def declarations(self, dim: int) -> dict[str, Declaration]:
+        """Return the gains, initially 0."""
+        return {"gain": _vector(dim, "zeros")}
+
+    def apply(
+        self, x: Float[Array, "*B D"], weights: Mapping[str, Array], epsilon: float
+    ) -> Float[Array, "*B D"]:
+        """Return `x` divided by its root mean square, times 1 + the gains."""
+        return rms_norm(x, weights["gain"].astype(jnp.float32) + jnp.float32(1.0), epsilon)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

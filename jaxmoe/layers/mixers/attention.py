@@ -27,17 +27,15 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
 from jaxmoe.layers.mixers.attention_parts import (
-    GateForm,
-    QueryTemperatureConfig,
+    AttentionOptions,
     add_biases,
     add_output_bias,
     gate_heads,
     weigh_against_sinks,
 )
-from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
-from jaxmoe.layers.rotary import RopeLayout, RopeScaling, rotary_angles, rotate_in_place
+from jaxmoe.layers.rotary import rotary_angles, rotate_in_place
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
@@ -77,33 +75,12 @@ class AttentionConfig(AttentionMixer):
     """Width of one head (H)."""
     qk_norm: Literal["none", "head", "full"] = "head"
     """RMSNorm of queries and keys: none, over each head, or over all heads together (OLMoE)."""
-    qk_norm_place: Literal["before", "after"] = "before"
-    """Whether queries and keys are normed before or after RoPE turns them."""
-    qkv_clip: float | None = None
-    """Bound of the absolute values of q, k and v before RoPE, norms before it included; off when
-    None."""
-    query_temperature: QueryTemperatureConfig | None = None
-    """Growth of the queries with their positions, after RoPE and norms; none when None."""
     is_gated: bool = False
     """Multiply each head's output by a sigmoid of the layer's input."""
-    gate_form: GateForm = "head"
-    """Whether `is_gated` has a gate for each head or for each feature of it."""
-    has_sinks: bool = False
-    """Whether each head has a learned logit in the softmax's denominator that has no value."""
     positions: Literal["rotary", "none"] = "rotary"
     """How queries and keys know where they stand: turned by RoPE, or only by the mask."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
-    rotary_dim: int | None = None
-    """First features of a head that RoPE turns, an even number; all when None."""
-    rope_layout: RopeLayout = "halves"
-    """Features that RoPE turns together: h and h + rotary_dim / 2, or 2h and 2h + 1."""
-    rope_scaling: RopeScaling | None = None
-    """Stretching of the wavelengths for rows longer than those of pretraining; None for none."""
-    has_bias: bool = False
-    """Whether queries, keys and values have biases."""
-    has_output_bias: bool = False
-    """Whether the output has a bias."""
     window: int | None = None
     """Positions that a query sees, itself included, and as many ahead where attention is not
     causal; all when None."""
@@ -111,6 +88,8 @@ class AttentionConfig(AttentionMixer):
     """Bound of the logits, softcap * tanh(logits / softcap); off when None."""
     is_causal: bool = True
     """Whether a token sees no later one; masked diffusion needs False."""
+    options: AttentionOptions | None = None
+    """What some published models add; nothing when None."""
 
     def __post_init__(self):
         require_positive("attention", self, "num_heads", "num_kv_heads", "head_dim", "rope_theta")
@@ -119,23 +98,12 @@ class AttentionConfig(AttentionMixer):
                 f"attention.num_heads={self.num_heads} must be a multiple of"
                 f" attention.num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2 and self.positions == "rotary" and self.rotary_dim is None:
-            raise ValueError(f"attention.head_dim={self.head_dim} must be even: RoPE turns pairs")
-        if self.rotary_dim is not None and (
-            self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim
-        ):
-            raise ValueError(
-                f"attention.rotary_dim={self.rotary_dim} must be an even number from 2 to"
-                f" attention.head_dim={self.head_dim}, or None for all"
-            )
-        if self.rope_scaling is not None:
-            self.rope_scaling.check(self.rope_dim // 2)
+        if self.positions == "rotary":
+            self.extras.check_rotary(self.head_dim)
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
-        for field in ("softcap", "qkv_clip"):
-            bound = getattr(self, field)
-            if bound is not None and bound <= 0:
-                raise ValueError(f"attention.{field}={bound} must be above 0, or None for off")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
 
     @property
     def value_dim(self) -> int:
@@ -143,9 +111,9 @@ class AttentionConfig(AttentionMixer):
         return self.head_dim
 
     @property
-    def rope_dim(self) -> int:
-        """Features of a head that RoPE turns."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+    def extras(self) -> AttentionOptions:
+        """The options, neutral ones where there are none."""
+        return self.options or AttentionOptions()
 
     def projection_parameters(self, embed_dim: int) -> int:
         """Return the number of parameters in the projections of one layer.
@@ -274,17 +242,17 @@ class Attention(nn.Module):
         form = self.execution.tensor_products
         projections = self._projections(dtype, tokens.mix)
         heads = out_of_stream(x.astype(dtype), projections, placement, form=form)
-        if config.has_bias:
+        if config.extras.has_bias:
             heads = add_biases(self, heads, placement)
         q, k, v = self._place(heads, tokens)
         out, logits, entries, carry = self._attend(
-            q, k, v.astype(dtype), tokens, cache, layer, keeps_lse=config.has_sinks
+            q, k, v.astype(dtype), tokens, cache, layer, keeps_lse=config.extras.has_sinks
         )
-        if config.has_sinks:
+        if config.extras.has_sinks:
             out = weigh_against_sinks(self, out, logits["lse"], placement)
             logits = logits if "top" in logits else {}
         if config.is_gated:
-            out = gate_heads(out, heads["gate"], config.gate_form)
+            out = gate_heads(out, heads["gate"], config.extras.gate_form)
         weight = self._declare(
             "o",
             (config.num_heads, config.head_dim, self.context.embed_dim),
@@ -302,7 +270,7 @@ class Attention(nn.Module):
             encoded=self.execution.encoded_product,
         )
         y = into_stream(out, product, placement, form=form)
-        if config.has_output_bias:
+        if config.extras.has_output_bias:
             y = add_output_bias(self, y)
         observations = observer_of(self.execution).attention(logits, tokens.token_mask)
         return y, MixerOutputs(cache=entries, observations=observations, carry=carry)
@@ -310,22 +278,24 @@ class Attention(nn.Module):
     def _place(self, heads: dict[str, Array], tokens: TokenInputs) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, normed, clipped and turned by their positions."""
         config = self.config
+        options = config.extras
         q, k, v = (heads[name] for name in "qkv")
-        if config.qk_norm_place == "before":
+        if options.qk_norm_place == "before":
             q = self._norm("q_norm", q)
             k = self._norm("k_norm", k)
-        if config.qkv_clip is not None:
-            q, k, v = (jnp.clip(part, -config.qkv_clip, config.qkv_clip) for part in (q, k, v))
+        if options.qkv_clip is not None:
+            q, k, v = (jnp.clip(part, -options.qkv_clip, options.qkv_clip) for part in (q, k, v))
         if config.positions == "rotary":
             where = self._positions(tokens, q.shape[1])
-            angles = rotary_angles(where, config.rope_dim, config.rope_theta, config.rope_scaling)
-            q = rotate_in_place(q, angles, config.rope_layout)
-            k = rotate_in_place(k, angles, config.rope_layout)
-        if config.qk_norm_place == "after":
+            width = options.rope_dim(config.head_dim)
+            angles = rotary_angles(where, width, config.rope_theta, options.rope_scaling)
+            q = rotate_in_place(q, angles, options.rope_layout)
+            k = rotate_in_place(k, angles, options.rope_layout)
+        if options.qk_norm_place == "after":
             q = self._norm("q_norm", q)
             k = self._norm("k_norm", k)
-        if config.query_temperature is not None:
-            factor = config.query_temperature.factor(self._positions(tokens, q.shape[1]))
+        if options.query_temperature is not None:
+            factor = options.query_temperature.factor(self._positions(tokens, q.shape[1]))
             q = (q * factor).astype(q.dtype)
         return q, k, v
 
@@ -430,7 +400,7 @@ class Attention(nn.Module):
         """Return the product for the logits of the gates, f32."""
         config = self.config
         spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS)
-        if config.gate_form == "head":
+        if config.extras.gate_form == "head":
             shape = (self.context.embed_dim, config.num_heads)
             axes = (ax.EMBED, ax.HEADS)
             weight = self._declare("gate", shape, axes, "attention_gate", ((-2,), (-1,)))
@@ -450,20 +420,23 @@ class Attention(nn.Module):
         )
 
     def _norm(self, name: str, heads: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
-        """Apply the QK-norm: over each head, over all heads of a token, or none."""
+        """Apply the model's norm over each head, over all heads of a token, or not at all."""
         kind = self.config.qk_norm
         epsilon = self.context.norm_epsilon
         if kind == "none":
             return heads
         dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]
-        gains = Declaration(shape=(dim,), axes=(ax.NORM,), role="norm", matrix=None, init="ones")
-        gain = declare(self, name, gains)
+        norm = self.context.norm
+        weights = {
+            part: declare(self, name if part == "gain" else f"{name}_{part}", row)
+            for part, row in norm.declarations(dim).items()
+        }
         if kind == "head":
-            return rms_norm(heads, gain, epsilon)
+            return norm.apply(heads, weights, epsilon)
         # Heads may be spread over devices; the norm over all of them needs them gathered.
         act_heads = ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS
         placed = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None))
         flat = placed.reshape(*heads.shape[:2], dim)  # B, S, N*H
-        normed = rms_norm(flat, gain, epsilon).reshape(heads.shape)
+        normed = norm.apply(flat, weights, epsilon).reshape(heads.shape)
         axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
         return self.execution.placement.place(normed, axes)

@@ -17,16 +17,18 @@ temperature arXiv 2501.19399.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.configs import check_choices
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import require_positive
+from jaxmoe.layers.rotary import RopeLayout, RopeScaling
 from sharding import axes as ax
 from sharding.constrain import Placement
 
@@ -45,12 +47,77 @@ class QueryTemperatureConfig:
     """Weight of the logarithm (a)."""
 
     def __post_init__(self):
-        require_positive("attention.query_temperature", self, "floor_scale", "attn_scale")
+        require_positive("attention.options.query_temperature", self, "floor_scale", "attn_scale")
 
     def factor(self, positions: Int[Array, "#B S"]) -> Float[Array, "#B S 1 1"]:
         """Return the factor of the queries at these positions, f32."""
         steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.floor_scale)
         return (jnp.log1p(steps) * self.attn_scale + 1.0)[:, :, None, None]
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionOptions:
+    """What published models add to grouped-query attention; the defaults add nothing."""
+
+    name: ClassVar[str] = "options"
+
+    has_bias: bool = False
+    """Whether queries, keys and values have biases."""
+    has_output_bias: bool = False
+    """Whether the output has a bias."""
+    qk_norm_place: Literal["before", "after"] = "before"
+    """Whether queries and keys are normed before or after RoPE turns them."""
+    qkv_clip: float | None = None
+    """Bound of the absolute values of q, k and v before RoPE, norms before it included; off when
+    None."""
+    rotary_dim: int | None = None
+    """First features of a head that RoPE turns, an even number; all when None."""
+    rope_layout: RopeLayout = "halves"
+    """Features that RoPE turns together: h and h + rotary_dim / 2, or 2h and 2h + 1."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of the wavelengths for rows longer than those of pretraining; None for none."""
+    query_temperature: QueryTemperatureConfig | None = None
+    """Growth of the queries with their positions, after RoPE and norms; none when None."""
+    gate_form: GateForm = "head"
+    """Whether `is_gated` has a gate for each head or for each feature of it."""
+    has_sinks: bool = False
+    """Whether each head has a learned logit in the softmax's denominator that has no value."""
+
+    def __post_init__(self):
+        check_choices("attention.options", self)
+        if self.qkv_clip is not None and self.qkv_clip <= 0:
+            raise ValueError(
+                f"attention.options.qkv_clip={self.qkv_clip} must be above 0, or None for off"
+            )
+
+    def rope_dim(self, head_dim: int) -> int:
+        """Return the features of a head that RoPE turns.
+
+        Args:
+            head_dim: H.
+        """
+        return head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def check_rotary(self, head_dim: int) -> None:
+        """Check that RoPE can turn heads of a width.
+
+        Args:
+            head_dim: H.
+
+        Raises:
+            ValueError: The features that turn are no pairs of the head.
+        """
+        width = self.rotary_dim
+        if width is None and head_dim % 2:
+            raise ValueError(f"attention.head_dim={head_dim} must be even: RoPE turns pairs")
+        if width is not None and (width % 2 or not 0 < width <= head_dim):
+            raise ValueError(
+                f"attention.options.rotary_dim={width} must be an even number from 2 to"
+                f" attention.head_dim={head_dim}, or None for all"
+            )
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.rope_dim(head_dim) // 2)
 
 
 _ROWS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
-from jaxmoe.layers.mixers.attention_parts import QueryTemperatureConfig
+from jaxmoe.layers.mixers.attention_parts import AttentionOptions, QueryTemperatureConfig
 from jaxmoe.layers.records import TokenInputs
 from jaxmoe.layers.rotary import (
     DynamicScalingConfig,
@@ -90,8 +90,12 @@ POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 0, 1]], np.int32)
 
 
 def config_of(name: str, **sizes) -> AttentionConfig:
+    names = {field.name for field in dataclasses.fields(AttentionOptions)}
+    options = {key: value for key, value in OPTIONS[name].items() if key in names}
+    fields = {key: value for key, value in OPTIONS[name].items() if key not in names}
     return AttentionConfig(
-        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": HEAD} | sizes | OPTIONS[name]
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": HEAD} | sizes | fields,
+        options=AttentionOptions(**options),
     )
 
 
@@ -118,26 +122,29 @@ def normed(config, params, q, k):
 def oracle(config: AttentionConfig, params, x, positions, segment_ids):
     """A plain softmax over all keys, and over one more column where there are sinks."""
     q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in "qkv")
-    if config.has_bias:
+    if config.extras.has_bias:
         q, k, v = (
             part + params[f"{name}_bias"] for name, part in zip("qkv", (q, k, v), strict=True)
         )
-    if config.qk_norm_place == "before":
+    if config.extras.qk_norm_place == "before":
         q, k = normed(config, params, q, k)
-    if config.qkv_clip is not None:
-        bound = config.qkv_clip
+    if config.extras.qkv_clip is not None:
+        bound = config.extras.qkv_clip
         q, k, v = (jnp.minimum(jnp.maximum(part, -bound), bound) for part in (q, k, v))
     if config.positions == "rotary":
-        width = config.rotary_dim or HEAD
+        width = config.extras.rotary_dim or HEAD
         angles = rotary_angles(
-            jnp.asarray(positions), width, config.rope_theta, config.rope_scaling
+            jnp.asarray(positions), width, config.rope_theta, config.extras.rope_scaling
         )
-        q, k = (rotate_in_place(part, angles, config.rope_layout) for part in (q, k))
-    if config.qk_norm_place == "after":
+        q, k = (rotate_in_place(part, angles, config.extras.rope_layout) for part in (q, k))
+    if config.extras.qk_norm_place == "after":
         q, k = normed(config, params, q, k)
-    if config.query_temperature is not None:
-        steps = np.floor((positions + 1) / config.query_temperature.floor_scale)
-        q = q * (1 + config.query_temperature.attn_scale * np.log(1 + steps))[:, :, None, None]
+    if config.extras.query_temperature is not None:
+        steps = np.floor((positions + 1) / config.extras.query_temperature.floor_scale)
+        q = (
+            q
+            * (1 + config.extras.query_temperature.attn_scale * np.log(1 + steps))[:, :, None, None]
+        )
     distance = positions[:, :, None] - positions[:, None, :]
     sees = (distance >= 0) & (segment_ids[:, :, None] == segment_ids[:, None, :])
     if config.window is not None:
@@ -148,17 +155,17 @@ def oracle(config: AttentionConfig, params, x, positions, segment_ids):
     if config.softcap is not None:
         logits = config.softcap * jnp.tanh(logits / config.softcap)
     logits = jnp.where(sees[:, None], logits, -1e30)
-    if config.has_sinks:
+    if config.extras.has_sinks:
         column = jnp.broadcast_to(params["sinks"][None, :, None, None], (*logits.shape[:3], 1))
         logits = jnp.concatenate([logits, column], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : x.shape[1]]
     out = jnp.einsum("bnsu,bunh->bsnh", weights, v)
-    if config.is_gated and config.gate_form == "head":
+    if config.is_gated and config.extras.gate_form == "head":
         out = out * jax.nn.sigmoid(x @ params["gate"])[..., None]
     elif config.is_gated:
         out = out * jax.nn.sigmoid(jnp.einsum("bsd,dnh->bsnh", x, params["gate"]))
     y = jnp.einsum("bsnh,nhd->bsd", out, params["o"])
-    return y + params["o_bias"] if config.has_output_bias else y
+    return y + params["o_bias"] if config.extras.has_output_bias else y
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["rows", "packed"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxmoe.layers.norms import NORMS, LayerNormConfig, Norm, RmsNormConfig
+from jaxmoe.layers.norms import NORMS, CentredRmsNormConfig, LayerNormConfig, Norm, RmsNormConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from tests.support.tolerances import assert_close
@@ -19,7 +19,7 @@ WIDTH = 6
 EPSILON = 1e-2
 CONFIGS = {
     "rms": RmsNormConfig(),
-    "zero-centred rms": RmsNormConfig(gain_offset=1.0),
+    "zero-centred rms": CentredRmsNormConfig(),
     "layer": LayerNormConfig(),
     "layer with bias": LayerNormConfig(has_bias=True),
 }
@@ -123,9 +123,4 @@ def test_a_new_norm_has_the_factor_one_and_adds_nothing(name):
 
 
 def test_the_default_model_has_the_norm_rms():
-    assert ModelConfig().norm == NORMS["rms"]() == RmsNormConfig(gain_offset=0.0)
-
-
-def test_another_gain_offset_is_refused():
-    with pytest.raises(ValueError, match=r"norm\.gain_offset=0\.5 must be 0 or 1"):
-        RmsNormConfig(gain_offset=0.5)
+    assert ModelConfig().norm == NORMS["rms"]() == RmsNormConfig()
