@@ -89,7 +89,7 @@ def _decode_fp8(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict
             continue
         scales = tensors.get(f"{name}_scale_inv")
         if scales is not None:
-            tensor = _scaled(name, tensor, scales, block)
+            tensor = _weight_times_scales(name, tensor, scales, block)
         elif str(tensor.dtype).removeprefix("torch.").startswith("float8"):
             raise CheckpointError(
                 f"{name} is stored in 8 bits and {name}_scale_inv is missing: download the files"
@@ -114,7 +114,7 @@ def _is_block(block: Any) -> bool:
     )
 
 
-def _scaled(name: str, tensor: Any, scales: Any, block: Any) -> DecodedTensor:
+def _weight_times_scales(name: str, tensor: Any, scales: Any, block: Any) -> DecodedTensor:
     """Return a weight times the scales of its blocks."""
     shape = tuple(tensor.shape)
     sizes = tuple(block) if block is not None else shape[-2:]
