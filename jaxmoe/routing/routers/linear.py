@@ -74,12 +74,29 @@ def check_jitter(jitter: float) -> None:
         raise ValueError(f"router.jitter={jitter} must be at least 0 (off) and below 1")
 
 
-def linear_declarations(*, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-    """Return the declaration of one matrix `weight [D E]`, without a bias vector."""
+def linear_declarations(
+    *, num_experts: int, embed_dim: int, has_bias: bool = False
+) -> dict[str, Declaration]:
+    """Return the declarations of a linear layer from D to E.
+
+    Args:
+        num_experts: E.
+        embed_dim: D.
+        has_bias: Whether the layer has a vector `bias [E]` beside its matrix `weight [D E]`.
+    """
     weight = Declaration(
         shape=(embed_dim, num_experts), axes=(ax.EMBED, ax.ROUTER_OUT), role="router"
     )
-    return {"weight": weight}
+    if not has_bias:
+        return {"weight": weight}
+    bias = Declaration(
+        shape=(num_experts,),
+        axes=(ax.ROUTER_OUT,),
+        role="connection_bias",
+        matrix=None,
+        init="zeros",
+    )
+    return {"weight": weight, "bias": bias}
 
 
 def linear_logits(
@@ -90,10 +107,10 @@ def linear_logits(
     train: bool = False,
     key: Key = None,
 ) -> Float[Array, "T E"]:
-    """Compute z = x W in f32.
+    """Compute z = x W, plus b where there is one, in f32.
 
     Args:
-        params: Parameters with the matrix `weight [D E]`.
+        params: Parameters with the matrix `weight [D E]`, and `bias [E]` if the layer has one.
         inputs: Tokens; `x` is cast to f32.
         jitter: In training x is first multiplied by uniform numbers in [1 - jitter, 1 + jitter)
             (Switch Transformers, arXiv 2101.03961, section 2.4).
@@ -105,7 +122,10 @@ def linear_logits(
     if train and jitter > 0.0:
         noise = token_noise(key, inputs, x.shape[1], "uniform")
         x = x * (1.0 - jitter + 2.0 * jitter * noise)
-    return jnp.einsum("td,de->te", x, weight, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("td,de->te", x, weight, preferred_element_type=jnp.float32)
+    if "bias" not in params:
+        return logits
+    return logits + params["bias"].astype(jnp.float32)[None, :]
 
 
 def token_output(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.routing import GATES, RouterInputs, SoftmaxTopKConfig
+from jaxmoe.routing import GATES, ROUTERS, RouterInputs, SoftmaxTopKConfig
 from tests.support.dense_moe import choose
 from tests.support.tolerances import assert_close
 
@@ -48,6 +48,39 @@ def drawn(seed, scale=1.0, tokens=TOKENS):
 
 def by_token(flat, top_k):
     return np.asarray(flat).reshape(-1, top_k)
+
+
+@pytest.mark.parametrize("name", ["softmax_topk", "sigmoid_topk", "sqrt_softplus_topk"])
+def test_a_bias_of_the_logits_acts_on_choice_and_scores(name):
+    """As a further input that is always 1, in value and gradient."""
+    x, bias = drawn(7), jnp.asarray([1.0, -2.0, 0.5, 0.0, 3.0, -0.5], jnp.float32)
+    config, params = ROUTERS[name](has_bias=True), {"weight": wide_weight()["weight"], "bias": bias}
+    wider = jnp.concatenate([x, jnp.ones((TOKENS, 1))], axis=1)
+    matrix = {"weight": jnp.concatenate([params["weight"], bias[None]])}
+
+    def scores(config, params, x):
+        output = routing_of(config, x.shape[1], params, x)
+        return jnp.sum(output.selection.scores), output
+
+    (_, ours), slopes = jax.value_and_grad(scores, argnums=1, has_aux=True)(config, params, x)
+    plain = ROUTERS[name]()
+    (_, wanted), expected = jax.value_and_grad(scores, argnums=1, has_aux=True)(
+        plain, matrix, wider
+    )
+    assert_close((ours.logits, ours.probs), (wanted.logits, wanted.probs), "matmul")
+    assert_close(ours.selection, wanted.selection, "matmul")
+    joined = jnp.concatenate([slopes["weight"], slopes["bias"][None]])
+    assert_close(joined, expected["weight"], "matmul")
+    without = routing_of(plain, WIDTH, {"weight": params["weight"]}, x)
+    assert without.selection.expert_ids.tolist() != ours.selection.expert_ids.tolist()
+
+
+def routing_of(config, width, params, x):
+    router = config.build(num_experts=EXPERTS, top_k=2, embed_dim=width)
+    inputs = RouterInputs(
+        x=x, token_mask=jnp.ones(len(x), bool), segment_ids=jnp.ones(len(x), jnp.int32)
+    )
+    return router.route(params, {}, inputs, train=False, key=None)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token choice by softmax, sigmoid or sqrt(softplus) of x W: one scorer, three registered names.
 
-    z = x W                                             [T E], f32
+    z = x W                                             [T E], f32; + b with has_bias
 
     softmax_topk        score_ti = softmax_E(z_t)_i     over all experts, softmax="before"
                         score_ti = softmax_K(z_t)_i     over the chosen K, softmax="after"
@@ -33,9 +33,10 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from jaxmoe.configs import check_choices
+from jaxmoe.declarations import Declaration
 from jaxmoe.routing.base import Arrays, Key, RouterInputs, ScoreFunction, Traits
 from jaxmoe.routing.biases.base import SelectionBias
-from jaxmoe.routing.routers.linear import check_jitter, linear_logits
+from jaxmoe.routing.routers.linear import check_jitter, linear_declarations, linear_logits
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
 from jaxmoe.routing.routers.token_choice.token_choice import (
     Scored,
@@ -55,6 +56,9 @@ class TopKConfig(TokenChoiceBase):
     """Limits a token's experts to few groups of neighbours."""
     jitter: float = 0.0
     """In training the input is multiplied by uniform numbers in 1 - jitter to 1 + jitter."""
+    has_bias: bool = False
+    """Whether a trained bias of each expert is added to the logits, and so acts on the scores too
+    (gpt-oss)."""
 
     def __post_init__(self):
         check_choices("router", self)
@@ -69,6 +73,12 @@ class TopKConfig(TokenChoiceBase):
     def is_over_chosen(self) -> bool:
         """Whether the scores are normalised over the chosen experts alone."""
         return False
+
+    def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
+        """Return the matrix `weight [D E]`, and `bias [E]` with `has_bias`."""
+        return linear_declarations(
+            num_experts=num_experts, embed_dim=embed_dim, has_bias=self.has_bias
+        )
 
     def score(
         self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
