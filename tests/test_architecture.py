@@ -155,6 +155,12 @@ REGISTRIES = {
     "jaxmoe.contrib.levels:ASSIGNERS": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
     "jaxmoe.layers.feed_forwards:FEED_FORWARDS": {"dense", "moe", "ultra_mem", "two_sizes"},
+    "jaxmoe.layers.feed_forwards:ACTIVATIONS": {
+        "swiglu",
+        "clamped_swiglu",
+        "geglu",
+        "relu_squared",
+    },
     "jaxmoe.layers.mixers:MIXERS": {
         "grouped_query",
         "latent",

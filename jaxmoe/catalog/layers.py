@@ -218,7 +218,7 @@ _MIXER: Final = {
 }
 
 _FEED_FORWARD: Final = {
-    "dense": ("jaxmoe.layers.feed_forwards.dense:DenseConfig", "A dense SwiGLU feed-forward."),
+    "dense": ("jaxmoe.layers.feed_forwards.dense:DenseConfig", "A dense feed-forward."),
     "moe": (
         "jaxmoe.layers.feed_forwards.moe.config:MoEConfig",
         "A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts.",
@@ -230,6 +230,25 @@ _FEED_FORWARD: Final = {
     "two_sizes": (
         "jaxmoe.contrib.depth.two_sizes:TwoSizesConfig",
         "A big and a small dense SwiGLU, of which each token takes one (Duo-LLM).",
+    ),
+}
+
+_ACTIVATION: Final = {
+    "swiglu": (
+        "jaxmoe.layers.feed_forwards.activations:SwiGLUConfig",
+        "The up projection times silu of the gate.",
+    ),
+    "clamped_swiglu": (
+        "jaxmoe.layers.feed_forwards.activations:ClampedSwiGLUConfig",
+        "SwiGLU whose projections are clamped, with a steeper sigmoid and a shifted up projection.",
+    ),
+    "geglu": (
+        "jaxmoe.layers.feed_forwards.activations:GeGLUConfig",
+        "The up projection times the Gaussian error linear unit of the gate.",
+    ),
+    "relu_squared": (
+        "jaxmoe.layers.feed_forwards.activations:ReLUSquaredConfig",
+        "The square of the positive part of the only projection: no gate.",
     ),
 }
 
@@ -309,6 +328,7 @@ BASES: Final = {
     "adapter": "jaxmoe.adapters.base:Adapter",
     "mixer": "jaxmoe.layers.context:MixerBase",
     "feed_forward": "jaxmoe.layers.context:FeedForwardBase",
+    "activation": "jaxmoe.layers.feed_forwards.activations:ActivationBase",
     "residual": "jaxmoe.layers.residual:Residual",
     "rope_scaling": "jaxmoe.layers.rotary:RopeScaling",
     "norm": "jaxmoe.layers.norms:NormBase",
@@ -325,6 +345,7 @@ MEMBERS: Final = {
     "adapter": _ADAPTER,
     "mixer": _MIXER,
     "feed_forward": _FEED_FORWARD,
+    "activation": _ACTIVATION,
     "residual": _RESIDUAL,
     "rope_scaling": _ROPE_SCALING,
     "norm": _NORM,

@@ -414,6 +414,9 @@ class FeedForwardSizes:
     """K, routed experts per token."""
     expert_dim: int = 0
     """F, hidden units of one expert."""
+    num_projections: int = 2
+    """Projections that the activation reads for each hidden unit: a gate and an up projection, or
+    1."""
     row_slots: int = 0
     """Slots of assignments beyond K per token, for each sequence on a device."""
     batch_slots: int = 0

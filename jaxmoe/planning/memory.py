@@ -238,12 +238,16 @@ def _defer(sizes: Sizes, shares_of_stacks: Sequence[HeldStack], platform: Platfo
         mixer, fed = sizes.activations(share.stack), share.stack.kind.feed_forward.sizes
         values = (mixer.projected + mixer.output) / sizes.itemsize + 2 * width
         if fed.dense_dim:
-            values += 2 * width + 3 * fed.dense_dim / sizes.shards(ax.ACT_MLP)
+            values += 2 * width + (1 + fed.num_projections) * fed.dense_dim / sizes.shards(
+                ax.ACT_MLP
+            )
         layer = sizes.inner_tokens * values
         if fed.num_experts:
             layer += sizes.tokens * (width + fed.num_experts)
             if not is_fused:
-                layer += sizes.places(fed) * (2 * width + 3 * fed.expert_dim)
+                layer += sizes.places(fed) * (
+                    2 * width + (1 + fed.num_projections) * fed.expert_dim
+                )
         total += share.layers * layer
     return total * sizes.itemsize
 
@@ -306,10 +310,10 @@ def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, platform: Platfor
     stream = token * model.embed_dim
     inputs = model.residual.arrays * stream
     mixer, fed = sizes.activations(stack), stack.kind.feed_forward.sizes
-    dense = 3 * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
+    dense = (1 + fed.num_projections) * inner * fed.dense_dim / sizes.shards(ax.ACT_MLP)
     rows = sizes.places(fed) * sizes.itemsize
     attention = sizes.inner_tokens * mixer.named
-    kernels = attention + rows * 2 * fed.expert_dim
+    kernels = attention + rows * fed.num_projections * fed.expert_dim
     match remat:
         case "offload":  # the host keeps them
             return 0.0
@@ -327,7 +331,8 @@ def _save_layer(sizes: Sizes, stack: LayerStack, remat: Remat, platform: Platfor
             is_ahead = not is_loop and execution.dispatcher.traits.spreads_experts
             is_sent = sizes.devices(sizes.expert_axes) > 1 and execution.dispatcher.keeps_rows
             has_rows = _is_unrolled(sizes.plan, stack, platform) or is_sent
-            width = (5 if is_ahead else 2) * fed.expert_dim + (model.embed_dim if has_rows else 0)
+            arrays = fed.num_projections + (3 if is_ahead else 0)
+            width = arrays * fed.expert_dim + (model.embed_dim if has_rows else 0)
             looked_up = token * fed.read_dim
             mixed = sizes.inner_tokens * mixer.kept
             return inputs + 3 * stream + mixed + rows * width + looked_up + dense
@@ -398,11 +403,11 @@ def _experts(sizes: Sizes, stack: LayerStack, platform: Platform) -> float:
     plan, experts = sizes.plan, stack.kind.feed_forward.sizes
     rows = [row for row in _of_experts(plan) if row.path.startswith(f"{stack.path}/")]
     weights = sum(sizes.in_use(row) / sizes.layers(row) for row in rows)
-    width = 4 * plan.model.embed_dim + 4 * experts.expert_dim
+    width = 4 * plan.model.embed_dim + (2 + experts.num_projections) * experts.expert_dim
     narrow = sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     travelling = 2 * sizes.itemsize if narrow else 0
     num_bytes = sizes.places(experts) * width * sizes.itemsize
-    matrices = 1 / 3 if _reduces_matrices_apart(plan, platform) else 1.0
+    matrices = 1 / (1 + experts.num_projections) if _reduces_matrices_apart(plan, platform) else 1.0
     return weights * (sizes.itemsize + matrices * (4 + travelling)) + num_bytes
 
 

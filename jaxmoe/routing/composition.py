@@ -51,6 +51,11 @@ def check_parts(moe: Any) -> None:
             f"moe.zero_computation: with the router {router.name} tokens do not choose experts, and"
             " could not choose those without computation: leave moe.zero_computation out"
         )
+    if moe.zero_computation is not None and moe.gate.scales_input:
+        raise ValueError(
+            "moe.gate.scales_input is true, and the gates of experts without computation multiply"
+            " their outputs: set moe.gate.scales_input to false, or leave moe.zero_computation out"
+        )
     if moe.zero_computation is not None and moe.capacity is not None:
         if not moe.capacity.traits.has_zero_computation:
             raise ValueError(

@@ -6,6 +6,9 @@
     renormalized   g_i = scale exp(s_i) / sum_j exp(s_j)      over the K chosen of a token
     sqrt           g_i = sqrt(exp(s_i) / sum_j exp(s_j))      SqrtGate
 
+A gate multiplies the output of its expert, or the input with `scales_input` (Llama 4), which
+differs because an expert is not linear.
+
 `scale` is the routed scaling factor, the size of the routed branch relative to the shared one
 (DeepSeek-V3: 2.5). DeepSeek's code does not divide where K = 1; `renormalized` always does, so its
 gate is then the constant `scale`: for DeepSeek's K = 1 use `softmax` with that scale.
@@ -43,6 +46,8 @@ class GateBase(abc.ABC):
     __slots__ = ()
 
     name: ClassVar[str]
+    scales_input: bool = False
+    """Whether it multiplies the input of a chosen expert, and not the expert's output."""
 
     def build(self) -> GateBase:
         """Return the gate: it has no sizes, so the config is the gate."""
@@ -95,6 +100,8 @@ class SoftmaxGateConfig(GateBase):
 
     scale: float = 1.0
     """Routed scaling factor: multiplies every gate."""
+    scales_input: bool = False
+    """Whether the gate multiplies the input of the expert, and not its output (Llama 4)."""
 
     def __post_init__(self):
         _check_scale(self.scale)

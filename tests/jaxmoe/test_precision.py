@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxmoe.configs import differences, from_json, to_json
 from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards import ClampedSwiGLUConfig, ReLUSquaredConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.models.transformer import Transformer
@@ -97,6 +98,29 @@ def test_experts_with_few_rows_and_none_round_their_products():
         run(rows.at[15:].set(jnp.nan), sizes, IN_FEW_BITS.encoded_product),
     )
     assert 1e-3 < error(few, full) < 0.05
+    assert not np.asarray(few)[15:].any()
+
+
+@pytest.mark.parametrize("activation", [ClampedSwiGLUConfig(limit=1.0), ReLUSquaredConfig()])
+def test_experts_with_biases_round_their_products(activation):
+    """The activation between the products and the biases are computed as they are."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "gate_up": (3, 16, activation.num_projections, 12),
+        "down": (3, 12, 16),
+        "gate_up_bias": (3, activation.num_projections, 12),
+        "down_bias": (3, 16),
+    }
+    weights = {
+        name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()
+    }
+    rows = jnp.asarray(rng.standard_normal((20, 16)), jnp.float32).at[15:].set(jnp.nan)
+    sizes, gates = jnp.asarray([9, 0, 6], jnp.int32), jnp.full((20,), 0.5, jnp.float32)
+    full, few = (
+        apply_experts(weights, rows, sizes, gates, activation=activation, encoded=product)
+        for product in (None, IN_FEW_BITS.encoded_product)
+    )
+    assert 1e-3 < error(few, full) < 0.08
     assert not np.asarray(few)[15:].any()
 
 

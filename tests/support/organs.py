@@ -15,6 +15,8 @@ REASONS: Final[dict[str, str]] = {
     " layers",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
     " cache, which may change the loss and is therefore no field",
+    "GateBase.scales_input": "the layer asks any gate what it multiplies; a gate that is the score"
+    " itself is that of the one family with scaled inputs",
     "GateBase.mix_shared": "a sum is what every other gate wants, one of another package included;"
     " SqrtGate is defined by keeping the RMS of both branches",
     "RowTransform.rows_per_sequence": "caches and FLOPs count the rows of any mixer; streams are"

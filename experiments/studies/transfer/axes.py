@@ -82,7 +82,12 @@ def _width(setting: AxisSetting, value: float) -> AxisSetting:
         if config is None:
             return None
         fields = config.width_fields
-        sizes = {field: size(f"{path}.{field}", getattr(config, field)) for field in fields}
+        values = {field: getattr(config, field) for field in fields}
+        sizes = {
+            field: size(f"{path}.{field}", number)
+            for field, number in values.items()
+            if number is not None
+        }
         return dataclasses.replace(config, **sizes)
 
     def mixer(path: str, config: MixerBase | None) -> Any:

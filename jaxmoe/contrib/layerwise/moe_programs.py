@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.contrib.layerwise.chain import Chain, layer_inputs, layer_of
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.block import Block
+from jaxmoe.layers.feed_forwards.activations import ActivationBase
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.models.stacks import Layer, LayerCall
@@ -59,6 +60,7 @@ def route(
 
 def compute(
     execution: ExecutionConfig,
+    activation: ActivationBase,
     slots: Any,
     places: Int[np.ndarray, " n"],
     ids: Int[np.ndarray, "T K"],
@@ -69,6 +71,7 @@ def compute(
 
     Args:
         execution: How experts are computed.
+        activation: Activation of the experts.
         slots: Weights of the experts in the slots [N ...].
         places: Slot of each expert by its id; N where it is not computed now.
         ids: Experts of each token.
@@ -77,7 +80,7 @@ def compute(
     """
     if outputs is None:
         outputs = jnp.zeros((ids.size, rows.shape[1]), rows.dtype)
-    return _compute(execution, slots, places, ids, rows, outputs)
+    return _compute(execution, activation, slots, places, ids, rows, outputs)
 
 
 def write(
@@ -119,9 +122,15 @@ def _route(*arguments: Any) -> tuple[Array, Array]:
     return outputs.statistics.extra[RECORDED] - 1, rows.astype(dtype).reshape(tokens, -1)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnames="outputs")
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="outputs")
 def _compute(
-    execution: ExecutionConfig, slots: Any, places: Array, ids: Array, rows: Array, outputs: Array
+    execution: ExecutionConfig,
+    activation: ActivationBase,
+    slots: Any,
+    places: Array,
+    ids: Array,
+    rows: Array,
+    outputs: Array,
 ) -> Array:
     number = jax.tree.leaves(slots)[0].shape[0]
     top_k = ids.shape[1]
@@ -137,6 +146,7 @@ def _compute(
         slots,
         sent.rows,
         sent.group_sizes,
+        activation=activation,
         implementation=execution.implementations.grouped_swiglu,
         activations=execution.precision.activations,
         encoded=execution.encoded_product,

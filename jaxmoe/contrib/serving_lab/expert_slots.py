@@ -36,6 +36,7 @@ from jaxmoe.contrib.serving_lab.caches import (
     layer_uses,
 )
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.records import Stream, TokenInputs
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import HostParametersConfig
@@ -113,7 +114,7 @@ class SlotStore:
         moe: Any = call.stack.kind.feed_forward
         layer = call.moe_layer
         ids, rows = moe_programs.route(chain, call, stream, about)
-        pass_ = self._pass = _LayerPass(chain.execution, ids, rows, moe.num_routed)
+        pass_ = self._pass = _LayerPass(chain.execution, ids, rows, moe)
         expected = self._before.get(self._next[layer], ())
         uses = layer_uses(layer, ids, moe.num_experts, expected=expected)
         for use in uses:
@@ -140,20 +141,22 @@ class SlotStore:
 class _LayerPass:
     """Experts of one layer that are in slots and wait to be computed."""
 
-    def __init__(self, execution: ExecutionConfig, ids: np.ndarray, rows: Any, num_routed: int):
+    def __init__(self, execution: ExecutionConfig, ids: np.ndarray, rows: Any, moe: MoEConfig):
         self.outputs: Any = None
         self.waiting: dict[Any, int] = {}
         self._given = execution, ids, rows
-        self._num_routed = num_routed
+        self._moe = moe
 
     def compute(self, slots: Any) -> None:
         """Compute the experts that wait."""
         execution, ids, rows = self._given
         number = jax.tree.leaves(slots)[0].shape[0]
-        places = np.full(self._num_routed + 1, number, np.int32)
+        places = np.full(self._moe.num_routed + 1, number, np.int32)
         for (_, expert), slot in self.waiting.items():
             places[expert] = slot
-        self.outputs = moe_programs.compute(execution, slots, places, ids, rows, self.outputs)
+        self.outputs = moe_programs.compute(
+            execution, self._moe.activation, slots, places, ids, rows, self.outputs
+        )
         self.waiting.clear()
 
 
@@ -179,6 +182,12 @@ class ExpertSlots(Offload):
         if not model.num_moe_layers:
             raise ValueError(
                 f"experts=slots:{self.size}: the model has no routed experts: leave it out"
+            )
+        layers: Any = (stack.kind.feed_forward for stack in model.stacks if stack.moe_layers)
+        if any(layer.gate.scales_input for layer in layers):
+            raise ValueError(
+                f"experts=slots:{self.size}: moe.gate.scales_input is true, and an expert in a slot"
+                " is computed before the gates of its tokens are known: leave it out"
             )
         if model.adapter is not None:
             raise ValueError(

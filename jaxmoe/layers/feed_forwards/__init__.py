@@ -13,3 +13,4 @@ from pallas_kernels.public_names import load_when_used
 load_when_used(__name__)
 
 FEED_FORWARDS = Registry("feed_forward")
+ACTIVATIONS = Registry("activation")

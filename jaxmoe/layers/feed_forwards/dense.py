@@ -1,11 +1,11 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The dense feed-forward: a SwiGLU (arXiv 2002.05202).
+"""The dense feed-forward: a SwiGLU (arXiv 2002.05202), or another activation.
 
     y = (silu(x Wg) * (x Wu)) Wd
 
 The gate and up projections are one [D 2 F] array: one matrix to an optimiser, and F can be spread
-over devices without splitting it from its partner.
+over devices without splitting it from its partner. Without a gate the array is [D 1 F].
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
+from jaxmoe.configs import check_choices
 from jaxmoe.declarations import Declaration, Role, as_factor, declare_matrix
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import (
@@ -25,6 +25,7 @@ from jaxmoe.layers.context import (
     UnroutedFeedForward,
     require_positive,
 )
+from jaxmoe.layers.feed_forwards.activations import ActivationBase, SwiGLUConfig
 from jaxmoe.layers.records import FeedForwardOutputs
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, into_stream, out_of_stream
@@ -32,7 +33,7 @@ from sharding.products.tensor_parallel import Product, into_stream, out_of_strea
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DenseConfig(UnroutedFeedForward):
-    """A dense SwiGLU feed-forward."""
+    """A dense feed-forward, a SwiGLU by default."""
 
     name: ClassVar[str] = "dense"
     module_name: ClassVar[str] = "feed_forward"
@@ -40,14 +41,19 @@ class DenseConfig(UnroutedFeedForward):
 
     hidden_dim: int = 512
     """Hidden units."""
+    activation: ActivationBase = SwiGLUConfig()
+    """Function of the projections."""
 
     def __post_init__(self):
+        check_choices("dense", self)
         require_positive("dense", self, "hidden_dim")
 
     @property
     def sizes(self) -> FeedForwardSizes:
         """Sizes that plans read."""
-        return FeedForwardSizes(dense_dim=self.hidden_dim)
+        return FeedForwardSizes(
+            dense_dim=self.hidden_dim, num_projections=self.activation.num_projections
+        )
 
     def build(
         self,
@@ -66,17 +72,24 @@ class DenseConfig(UnroutedFeedForward):
             name: Name among the parameters.
         """
         del train
-        return FeedForward(context.embed_dim, self.hidden_dim, execution, name=name)
+        return FeedForward(
+            context.embed_dim,
+            self.hidden_dim,
+            execution,
+            activation=self.activation,
+            name=name,
+        )
 
 
 class FeedForward(nn.Module):
-    """A dense SwiGLU; also the shared experts of a MoE layer."""
+    """A dense feed-forward; also the shared experts of a MoE layer."""
 
     embed_dim: int
     hidden_dim: int
     execution: ExecutionConfig
     role_in: Role = "mlp_in"
     role_out: Role = "mlp_out"
+    activation: ActivationBase = SwiGLUConfig()
 
     @nn.compact
     def __call__(
@@ -95,7 +108,7 @@ class FeedForward(nn.Module):
         dtype = self.execution.precision.compute_dtype
         placement = self.execution.placement
         gate_up = Declaration(
-            shape=(self.embed_dim, 2, self.hidden_dim),
+            shape=(self.embed_dim, self.activation.num_projections, self.hidden_dim),
             axes=(ax.EMBED, ax.GATE_UP, ax.MLP),
             role=self.role_in,
             matrix=((-3,), (-2, -1)),
@@ -113,7 +126,7 @@ class FeedForward(nn.Module):
         product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **options)
         form = execution.tensor_products
         hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement, form=form)["hidden"]
-        hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
+        hidden = self.activation(*(hidden[:, :, i] for i in range(hidden.shape[2])))
         weight = as_factor(declare_matrix(self, "down", down), dtype, mix)
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
         product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **options)

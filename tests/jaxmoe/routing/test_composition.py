@@ -18,14 +18,22 @@ from jaxmoe.routing import (
     MoEPlusPlusConfig,
     ProgressiveTopKConfig,
     SoftmaxTopKConfig,
+    ZeroComputationConfig,
 )
 from jaxmoe.routing.composition import RoutingWarning
+
+SCALES_INPUT = GATES["softmax"](scales_input=True)
 
 REFUSED = {
     "own gates": (
         lambda: MoEConfig(router=MoEPlusPlusConfig(), gate=GATES["sqrt"]()),
         "moe.router=moe_plus_plus defines its own gates, and moe.gate=sqrt would replace them: set"
         " moe.gate to softmax, which takes the router's scores as they are",
+    ),
+    "scaled inputs beside experts without computation": (
+        lambda: MoEConfig(gate=SCALES_INPUT, zero_computation=ZeroComputationConfig()),
+        "moe.gate.scales_input is true, and the gates of experts without computation multiply their"
+        " outputs: set moe.gate.scales_input to false, or leave moe.zero_computation out",
     ),
     "schedule above K_max": (
         lambda: MoEConfig(router=ProgressiveTopKConfig(early_top_k=(4, 3)), top_k=2),

@@ -23,10 +23,9 @@ from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout
-from jaxmoe.layers.feed_forwards.moe.slots import read_slots, write_slots
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
 from jaxmoe.layers.observer import ExpertCall, Observer, observer_of
-from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics, Slots
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import RouterChoice
 from jaxmoe.routing.replay import EXPERTS
@@ -134,7 +133,7 @@ class Computation:
 
         # Dispatch, compute and combine.
         dispatch_assignments = _without_zero_computation(assignments, moe.num_experts)
-        rows = tokens if output.slots is None else read_slots(tokens, output.slots)
+        rows = tokens if output.slots is None else _read_slots(tokens, output.slots)
         moves = self._token_moves(local)
         dispatch = partial(self._dispatcher(), moves=moves)
         outputs = local.outputs
@@ -148,7 +147,7 @@ class Computation:
             single = tuple(axis for axis in further_axes if jax.lax.axis_size(axis) == 1)
             y, dropped = jax.lax.psum((y, dropped), single)
         if output.slots is not None:
-            y = write_slots(y, output.slots)
+            y = _write_slots(y, output.slots)
         if moe.zero_computation is not None:
             y = y + apply_zero_computation(
                 tokens, assignments, local.constants, moe.zero_computation, moe.num_experts
@@ -209,6 +208,8 @@ class Computation:
     def _experts(self) -> Any:
         return partial(
             apply_experts,
+            activation=self.moe.activation,
+            scales_input=self.moe.gate.scales_input,
             implementation=self.execution.implementations.grouped_swiglu,
             activations=self.execution.precision.activations,
             encoded=self.execution.encoded_product,
@@ -332,3 +333,29 @@ def _without_zero_computation(assignments: Assignments, num_experts: int) -> Ass
         expert_ids=jnp.where(is_computed, assignments.expert_ids, num_experts),
         gates=jnp.where(is_computed, assignments.gates, 0.0),
     )
+
+
+def _read_slots(tokens: Float[Array, "T D"], slots: Slots) -> Float[Array, "R D"]:
+    """Return the mixtures of tokens that the experts read, sequence by sequence.
+
+    Args:
+        tokens: Activations of whole sequences.
+        slots: Weights of the mixtures.
+    """
+    groups, length, number = slots.dispatch.shape
+    x = tokens.astype(jnp.float32).reshape(groups, length, -1)
+    mixed = jnp.einsum("gsp,gsd->gpd", slots.dispatch, x, preferred_element_type=jnp.float32)
+    return mixed.reshape(groups * number, -1).astype(tokens.dtype)  # G*P, D
+
+
+def _write_slots(rows: Float[Array, "R D"], slots: Slots) -> Float[Array, "T D"]:
+    """Return the mixtures of the experts' outputs that the tokens receive.
+
+    Args:
+        rows: Outputs of the experts.
+        slots: Weights of the mixtures.
+    """
+    groups, length, number = slots.combine.shape
+    y = rows.astype(jnp.float32).reshape(groups, number, -1)
+    mixed = jnp.einsum("gsp,gpd->gsd", slots.combine, y, preferred_element_type=jnp.float32)
+    return mixed.reshape(groups * length, -1).astype(rows.dtype)  # T, D

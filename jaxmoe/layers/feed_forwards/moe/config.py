@@ -24,6 +24,7 @@ from jaxmoe.layers.context import (
     LayerContext,
     require_positive,
 )
+from jaxmoe.layers.feed_forwards.activations import ActivationBase, SwiGLUConfig
 from jaxmoe.routing.balancers.base import Balancer
 from jaxmoe.routing.balancers.load_balance import LoadBalanceConfig
 from jaxmoe.routing.balancers.router_z import RouterZConfig
@@ -46,7 +47,7 @@ class MoEConfig(FeedForwardBase):
     name: ClassVar[str] = "moe"
     module_name: ClassVar[str] = "moe"
     is_routed: ClassVar[bool] = True
-    width_fields: ClassVar[tuple[str, ...]] = ("expert_dim",)
+    width_fields: ClassVar[tuple[str, ...]] = ("expert_dim", "shared_dim")
 
     num_experts: int = 8
     """Routed experts (E)."""
@@ -54,12 +55,22 @@ class MoEConfig(FeedForwardBase):
     """Routed experts per token (K); shared experts are not counted."""
     expert_dim: int = 128
     """Hidden units of one expert (F)."""
+    activation: ActivationBase = SwiGLUConfig()
+    """Function of the projections of a token, in routed and shared experts."""
     num_shared_experts: int = 0
-    """Experts applied to every token; together one SwiGLU of num_shared_experts * expert_dim."""
+    """Experts applied to every token, which are computed as one; 0: there is no shared branch."""
+    shared_dim: int | None = None
+    """Hidden units of the shared branch, of all its experts together; when None it has
+    num_shared_experts * expert_dim. Needs num_shared_experts of 1 or more."""
+    has_shared_gate: bool = False
+    """Whether the output of the shared branch is multiplied by sigmoid(x w) of each token."""
     router: RouterBase = SoftmaxTopKConfig()
     """Rule by which experts are chosen."""
     gate: GateBase = RenormalizedGateConfig()
     """Factor of each chosen expert's output."""
+    has_expert_bias: bool = False
+    """Whether the products of the routed experts have biases: gate_up_bias [E 2 F], and down_bias
+    [E D] before the gate's factor (gpt-oss)."""
     balancers: tuple[Balancer, ...] = (LoadBalanceConfig(), RouterZConfig())
     """Losses that keep the load even and the logits small."""
     capacity: CapacityBase | None = None
@@ -76,11 +87,39 @@ class MoEConfig(FeedForwardBase):
             )
         if self.num_shared_experts < 0:
             raise ValueError(f"moe.num_shared_experts={self.num_shared_experts} must be 0 or more")
+        self._check_shared()
         names = [balancer.name for balancer in self.balancers]
         if len(set(names)) != len(names):
             raise ValueError(f"moe.balancers names one balancer twice: {', '.join(names)}")
         self.build_router(embed_dim=1)  # the router validates the sizes
         check_parts(self)
+
+    def _check_shared(self) -> None:
+        """Check what shapes the shared branch.
+
+        Raises:
+            ValueError: There is no shared branch, or one without hidden units.
+        """
+        if self.shared_dim is not None and self.shared_dim < 1:
+            raise ValueError(
+                f"moe.shared_dim={self.shared_dim} must be at least 1; for a layer without shared"
+                " experts set it to None and moe.num_shared_experts to 0"
+            )
+        if self.num_shared_experts:
+            return
+        for field, neutral in (("shared_dim", None), ("has_shared_gate", False)):
+            if (value := getattr(self, field)) != neutral:
+                raise ValueError(
+                    f"moe.{field}={value} is about shared experts, and moe.num_shared_experts is 0:"
+                    f" set moe.num_shared_experts to 1 or more, or moe.{field} to {neutral}"
+                )
+
+    @property
+    def num_shared_units(self) -> int:
+        """Hidden units of the shared branch; 0 without one."""
+        if self.shared_dim is not None:
+            return self.shared_dim
+        return self.num_shared_experts * self.expert_dim
 
     @property
     def num_routed(self) -> int:
@@ -99,10 +138,11 @@ class MoEConfig(FeedForwardBase):
         return FeedForwardSizes(
             row_slots=self.num_experts * (0 if adds is None else adds.row_slots),
             batch_slots=self.num_experts * (0 if adds is None else adds.batch_slots),
-            shared_dim=self.num_shared_experts * self.expert_dim,
+            shared_dim=self.num_shared_units,
             num_experts=self.num_experts,
             top_k=self.top_k,
             expert_dim=self.expert_dim,
+            num_projections=self.activation.num_projections,
         )
 
     @property

@@ -1,15 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The routed experts: E SwiGLUs as stacked weights, applied to rows sorted by expert.
+"""The routed experts: E feed-forwards as stacked weights, applied to rows sorted by expert.
 
-The weights are declared here and used inside the layer's region, where rows are local.
+    y = g (act(x Wg + bg, x Wu + bu) Wd + bd)             g: the gate of the row
+    y = act(g x Wg, g x Wu) Wd                            where the gate scales the input
+
+The weights are declared here and used inside the layer's region, where rows are local. A SwiGLU
+without biases is one operation (`grouped_swiglu`); anything else is two grouped products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +21,9 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.declarations import Declaration, as_factor, declare_matrix
+from jaxmoe.declarations import Declaration, as_factor, declare, declare_matrix
+from jaxmoe.layers.feed_forwards.activations import ActivationBase, SwiGLUConfig
+from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
 from pallas_kernels.grouped_swiglu import HIDDEN, Additions, LowRankFactors, adds_factors
@@ -33,24 +39,32 @@ WEIGHT_AXES = {
     "gate": (ax.EXPERTS, None, ax.EXPERT_MLP),
     "up": (ax.EXPERTS, None, ax.EXPERT_MLP),
     "down": (ax.EXPERTS, ax.EXPERT_MLP, None),
+    "gate_up_bias": (ax.EXPERTS, None, ax.EXPERT_MLP),
+    "down_bias": (ax.EXPERTS, None),
 }
 """Logical axes of the weights where they are used, for dispatchers that spread experts."""
+_BIASES: Final = ("gate_up_bias", "down_bias")
+_SWIGLU: Final = SwiGLUConfig()
 
 
 class Experts(nn.Module):
     """Declares the weights of E experts."""
 
     embed_dim: int
-    num_experts: int
-    expert_dim: int
+    moe: MoEConfig
 
     @nn.compact
     def __call__(self) -> dict[str, Weight]:
-        """Return `gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised."""
-        num_experts = self.num_experts
-        hidden = self.expert_dim
+        """Return `gate_up [E D 2 F]` and `down [E F D]`, f32 or quantised, and f32 biases.
+
+        Without a gate the first is [E D 1 F]. With biases there are `gate_up_bias [E 2 F]` and
+        `down_bias [E D]`.
+        """
+        num_experts = self.moe.num_experts
+        hidden = self.moe.expert_dim
+        parts = self.moe.activation.num_projections
         gate_up = Declaration(
-            shape=(num_experts, self.embed_dim, 2, hidden),
+            shape=(num_experts, self.embed_dim, parts, hidden),
             axes=(ax.EXPERTS, ax.EXPERT_EMBED, ax.GATE_UP, ax.EXPERT_MLP),
             role="expert_in",
             matrix=((-3,), (-2, -1)),
@@ -60,15 +74,27 @@ class Experts(nn.Module):
             axes=(ax.EXPERTS, ax.EXPERT_MLP, ax.EXPERT_EMBED),
             role="expert_out",
         )
-        return {
+        weights: dict[str, Weight] = {
             name: declare_matrix(self, name, declaration)
             for name, declaration in {"gate_up": gate_up, "down": down}.items()
         }
+        if not self.moe.has_expert_bias:
+            return weights
+        biases = {
+            "gate_up_bias": ((num_experts, parts, hidden), (ax.EXPERTS, ax.GATE_UP, ax.EXPERT_MLP)),
+            "down_bias": ((num_experts, self.embed_dim), (ax.EXPERTS, ax.NORM)),
+        }
+        for name, (shape, axes) in biases.items():
+            declaration = Declaration(
+                shape=shape, axes=axes, role="norm", matrix=None, init="zeros"
+            )
+            weights[name] = declare(self, name, declaration)
+        return weights
 
 
 def encoded_axes(
     axes: Mapping[str, tuple[str | None, ...]], product: EncodedProduct
-) -> dict[str, Encoded]:
+) -> dict[str, Any]:
     """Return how the weights enter the region where they are multiplied in few bits.
 
     Args:
@@ -76,7 +102,20 @@ def encoded_axes(
         product: Product in few bits.
     """
     encode = partial(product.encode, is_stack=True)
-    return {name: Encoded(leaf_axes, encode) for name, leaf_axes in axes.items()}
+    return {
+        name: leaf_axes if name in _BIASES else Encoded(leaf_axes, encode)
+        for name, leaf_axes in axes.items()
+    }
+
+
+def is_by_kernel(activation: ActivationBase, weights: Mapping[str, Any]) -> bool:
+    """Return whether `grouped_swiglu` can compute experts with floating matrices.
+
+    Args:
+        activation: Activation of the experts.
+        weights: Weights of the experts.
+    """
+    return activation.has_kernel and not any(name in weights for name in _BIASES)
 
 
 def in_halves(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,6 +138,8 @@ def apply_experts(
     group_sizes: Int[Array, " e"],
     gates: Float[Array, " R"] | None = None,
     *,
+    activation: ActivationBase = _SWIGLU,
+    scales_input: bool = False,
     implementation: Implementation | None = None,
     activations: QuantizedDtype | None = None,
     encoded: EncodedProduct | None = None,
@@ -112,6 +153,8 @@ def apply_experts(
         rows: Rows sorted by expert, in the compute dtype.
         group_sizes: Rows of each expert; rows past their sum give 0.
         gates: Factor of each row's output, f32, which acts on the hidden units; None for 1.
+        activation: Function of the projections.
+        scales_input: Whether the gates act on the rows instead.
         implementation: Implementation of `grouped_swiglu`, or of `grouped_matmul` where activations
             are rounded or measured.
         activations: Dtype that rows are rounded to before a quantised weight; None for none.
@@ -119,8 +162,21 @@ def apply_experts(
         expert_tensor: Mesh axes over which the hidden units of an expert are cut.
         gathers_width: Whether the weights were gathered along D.
     """
+    biases = _RowBiases.of(weights, rows, group_sizes, expert_tensor)
+    if gates is not None and (scales_input or biases.down is not None):
+        has_group = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
+        gates = jnp.where(has_group, gates, jnp.zeros_like(gates))
+    if gates is not None and scales_input:
+        rows = _scale(rows, gates)
+        gates = None
     if encoded is not None:
-        return _in_few_bits(weights, rows, group_sizes, gates, encoded, expert_tensor)
+        matrices = _encoded_matrices(weights, rows.dtype, encoded, expert_tensor)
+        hidden = checkpoint_name(
+            encoded.project_groups(rows, matrices[0], group_sizes), HIDDEN
+        )  # R, 2, F
+        projections = [hidden[:, i] for i in range(hidden.shape[1])]
+        hidden = biases.activate(projections, activation, gates)
+        return biases.add(encoded.project_groups(hidden, matrices[1], group_sizes), gates)
     parts: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
     gate_up = parts if len(parts) == 2 else parts[0]
     down: Any = as_factor(weights["down"], rows.dtype)
@@ -128,7 +184,7 @@ def apply_experts(
     is_fused = is_floating or not isinstance(gate_up, Packed)
     if any(isinstance(weight, LowRank) for weight in (gate_up, down)):
         is_fused = all(map(_is_added_here, (gate_up, down))) and adds_factors(implementation)
-    if is_fused:
+    if is_fused and is_by_kernel(activation, weights):
         return grouped_swiglu(
             rows,
             _without_addition(gate_up),
@@ -152,8 +208,9 @@ def apply_experts(
         )
 
     hidden = [checkpoint_name(multiply(rows, part), HIDDEN) for part in parts]
-    gate, up = hidden if len(hidden) == 2 else jnp.split(hidden[0], 2, axis=-1)
-    return multiply(_activate(gate, up, gates), down)
+    if len(hidden) == 1:
+        hidden = jnp.split(hidden[0], activation.num_projections, axis=-1)
+    return biases.add(multiply(biases.activate(hidden, activation, gates), down), gates)
 
 
 def _is_added_here(weight: Any) -> bool:
@@ -174,35 +231,79 @@ def _factors_of(weight: Any) -> LowRankFactors | None:
     )
 
 
-def _activate(
-    gate: Float[Array, "R F"], up: Float[Array, "R F"], gates: Float[Array, " R"] | None
-) -> Float[Array, "R F"]:
-    """Return the hidden units, times the gates of their rows."""
-    hidden = jax.nn.silu(gate) * up
-    if gates is None:
-        return hidden
-    return (hidden.astype(jnp.float32) * gates[:, None]).astype(hidden.dtype)
+class _RowBiases(NamedTuple):
+    """The biases of each row, in the dtype of the rows; None without."""
+
+    gate_up: Float[Array, "R 2 F"] | None = None
+    down: Float[Array, "R D"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        weights: Mapping[str, Any],
+        rows: Float[Array, "R D"],
+        group_sizes: Int[Array, " e"],
+        expert_tensor: tuple[str, ...],
+    ) -> _RowBiases:
+        """Return the biases of the expert of each row, 0 past the groups.
+
+        Devices that share an expert add their outputs up, so one of them adds the second bias.
+        """
+        if "down_bias" not in weights:
+            return cls()
+        places = jnp.arange(rows.shape[0], dtype=group_sizes.dtype)
+        ends = jnp.cumsum(group_sizes)
+        experts = jnp.searchsorted(ends, places, side="right", method="compare_all")
+        down = weights["down_bias"]
+        if expert_tensor:
+            is_adding = jax.lax.axis_index(expert_tensor) == 0
+            down = jnp.where(is_adding, down, jnp.zeros_like(down))
+        return cls(
+            *(
+                bias.astype(rows.dtype).at[experts].get(mode="fill", fill_value=0)
+                for bias in (weights["gate_up_bias"], down)
+            )
+        )
+
+    def activate(
+        self,
+        projections: Sequence[Float[Array, "R F"]],
+        activation: ActivationBase,
+        gates: Float[Array, " R"] | None,
+    ) -> Float[Array, "R F"]:
+        """Return the hidden units, times the gates of their rows."""
+        if self.gate_up is not None:
+            pairs = enumerate(projections)
+            projections = [projection + self.gate_up[:, i] for i, projection in pairs]
+        hidden = activation(*projections)
+        return hidden if gates is None else _scale(hidden, gates)
+
+    def add(self, y: Float[Array, "R D"], gates: Float[Array, " R"] | None) -> Float[Array, "R D"]:
+        """Return the outputs with the second bias, times the gates of their rows."""
+        if self.down is None:
+            return y
+        return y + (self.down if gates is None else _scale(self.down, gates))
+
+
+def _scale(rows: Float[Array, "R n"], gates: Float[Array, " R"]) -> Float[Array, "R n"]:
+    """Return the rows times their gates, in their dtype."""
+    return (rows.astype(jnp.float32) * gates[:, None]).astype(rows.dtype)
 
 
 def _inputs(weights: Mapping[str, Any]) -> tuple[str, ...]:
     return ("gate", "up") if "gate" in weights else ("gate_up",)
 
 
-def _in_few_bits(
+def _encoded_matrices(
     weights: Mapping[str, Any],
-    rows: Float[Array, "R D"],
-    group_sizes: Int[Array, " e"],
-    gates: Float[Array, " R"] | None,
+    dtype: Any,
     product: EncodedProduct,
     expert_tensor: tuple[str, ...],
-) -> Float[Array, "R D"]:
-    """Compute the products in few bits, the activation between them in the compute dtype."""
-    gate_up, down = (
-        product.encode(weight.astype(rows.dtype), (), ((), expert_tensor), is_stack=True)
+) -> tuple[Any, ...]:
+    """Return both matrices encoded for products in few bits, `gate_up` before `down`."""
+    return tuple(
+        product.encode(weight.astype(dtype), (), ((), expert_tensor), is_stack=True)
         if isinstance(weight, jax.Array)
         else weight
         for weight in (weights["gate_up"], weights["down"])
     )
-    hidden = checkpoint_name(product.project_groups(rows, gate_up, group_sizes), HIDDEN)  # R, 2, F
-    hidden = _activate(hidden[:, 0], hidden[:, 1], gates)
-    return product.project_groups(hidden, down, group_sizes)

@@ -6,6 +6,7 @@
     gates     = gate(selection)                         their weights
     y         = sum over a token's experts of gate * expert(x)
     y         = gate.mix_shared(y, shared(x))           if there are shared experts
+    y         = gate.mix_shared(y, sigmoid(x w) shared(x))             with a gate of their own
 
 This module declares the parameters and lays out the arguments; `computation.py` computes from
 routing to combining in one region, on the tokens of one device. Statistics are summed over devices
@@ -17,16 +18,23 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxmoe.declarations import as_factor, declare
+from jaxmoe.declarations import Declaration, as_factor, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.computation import Computation, LocalInputs, LocalOutputs
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
-from jaxmoe.layers.feed_forwards.moe.experts import WEIGHT_AXES, Experts, encoded_axes, in_halves
+from jaxmoe.layers.feed_forwards.moe.experts import (
+    WEIGHT_AXES,
+    Experts,
+    encoded_axes,
+    in_halves,
+    is_by_kernel,
+)
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
 from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
 from jaxmoe.layers.observer import observer_of
@@ -49,6 +57,34 @@ class RouterParameters(nn.Module):
         """Return the router's parameters by name."""
         declarations = self.router.declarations()
         return {name: declare(self, name, declarations[name]) for name in declarations}
+
+
+class SharedGate(nn.Module):
+    """A gate of the shared experts, one number for each token (arXiv 2407.10671, Qwen2-MoE)."""
+
+    embed_dim: int
+    execution: ExecutionConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B S D"], shared: Float[Array, "B S D"]
+    ) -> Float[Array, "B S D"]:
+        """Return the output of the shared experts times sigmoid(x w), in its dtype.
+
+        Args:
+            x: Normed input of the layer.
+            shared: Output of the shared experts.
+        """
+        declaration = Declaration(
+            shape=(self.embed_dim, 1), axes=(ax.NORM, ax.ROUTER_DIM), role="router"
+        )
+        logits = self.execution.placement.einsum(
+            "bsd,do->bso",
+            x.astype(jnp.float32),
+            declare(self, "weight", declaration).astype(jnp.float32),
+            axes=(ax.ACT_BATCH, ax.ACT_SEQ, None),
+        )
+        return (shared.astype(jnp.float32) * jax.nn.sigmoid(logits)).astype(shared.dtype)
 
 
 class MoELayer(nn.Module):
@@ -79,7 +115,7 @@ class MoELayer(nn.Module):
         params = RouterParameters(router, name="router")()
         weights: dict[str, Any] = {}
         if routing.expert_outputs is None:
-            weights = Experts(width, moe.num_experts, moe.expert_dim, name="experts")()
+            weights = Experts(width, moe, name="experts")()
         free: dict[str, Any] = {}
         if moe.zero_computation is not None:
             free = ZeroComputationExperts(width, moe.zero_computation, name="zero_computation")()
@@ -125,12 +161,15 @@ class MoELayer(nn.Module):
             return y, outputs
         shared = FeedForward(
             width,
-            moe.num_shared_experts * moe.expert_dim,
+            moe.num_shared_units,
             self.execution,
             role_in="shared_in",
             role_out="shared_out",
+            activation=moe.activation,
             name="shared",
         )(x, routing)[0]
+        if moe.has_shared_gate:
+            shared = SharedGate(width, self.execution, name="shared_gate")(x, shared)
         return moe.gate.build().mix_shared(y, shared), outputs
 
     def _arguments(
@@ -147,7 +186,8 @@ class MoELayer(nn.Module):
         names = self.moe.carries(self.context, self.execution)
         carry = {name: routing.carry[name] for name in names if name in routing.carry}
         kernel = self.execution.implementations.grouped_swiglu
-        if layout.gathers_width and self.execution.encoded_product is None and reads_halves(kernel):
+        is_fused = is_by_kernel(self.moe.activation, factors) and reads_halves(kernel)
+        if layout.gathers_width and self.execution.encoded_product is None and is_fused:
             factors = in_halves(factors)
         arguments = LocalInputs(
             router=params,

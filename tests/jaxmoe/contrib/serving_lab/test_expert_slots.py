@@ -13,10 +13,11 @@ import pytest
 from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, expert_uses, replay
 from jaxmoe.contrib.serving_lab.expert_slots import ExpertSlots, ExpertSlotsConfig
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.feed_forwards import ReLUSquaredConfig
 from jaxmoe.models.decode import generate, stream
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.models.transformer import forward
-from jaxmoe.routing import ZeroComputationConfig
+from jaxmoe.routing import SoftmaxGateConfig, ZeroComputationConfig
 from jaxmoe.routing.telemetry.recording import record_router, recorded_ids
 from jaxmoe.routing.telemetry.trace import RoutingTrace
 from tests.jaxmoe.layers.test_mesh_invariance import values_of
@@ -95,6 +96,23 @@ def test_experts_without_computation_and_sampling_in_slots():
     model = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, zero_computation=free))
     found, _ = slotted(ExpertSlots(2), model, SamplingConfig(temperature=0.9))
     np.testing.assert_array_equal(found, whole(model, 0.9))
+
+
+def test_experts_with_biases_and_without_a_gate_in_slots():
+    """The slots hold the biases, and compute the activation of the layer."""
+    moe = dataclasses.replace(MODEL.moe, activation=ReLUSquaredConfig(), has_expert_bias=True)
+    model = dataclasses.replace(MODEL, moe=moe)
+    tokens, _ = slotted(ExpertSlots(2), model)
+    np.testing.assert_array_equal(tokens, whole(model))
+
+
+def test_scaled_inputs_are_refused_in_slots():
+    moe = dataclasses.replace(MODEL.moe, gate=SoftmaxGateConfig(scales_input=True))
+    model = dataclasses.replace(MODEL, moe=moe)
+    with pytest.raises(
+        ValueError, match="experts=slots:2: moe.gate.scales_input is true.*leave it out"
+    ):
+        ExpertSlots(2).begin(model, ExecutionConfig(), {}, None)
 
 
 @pytest.mark.parametrize("text", ["slots", "slots:x", "window:4", "slots:4:none"])
