@@ -46,6 +46,8 @@ class RopeScaling(abc.ABC):
 
     name: ClassVar[str]
     """Name in configs and flags."""
+    way_out: ClassVar[str] = ""
+    """Setting with which the frequencies do not depend on the length of the row."""
 
     @property
     def reads_length(self) -> bool:
@@ -62,6 +64,19 @@ class RopeScaling(abc.ABC):
             ValueError: A size does not fit; names the field.
         """
         del half
+
+    def check_pages(self) -> None:
+        """Check that the requests of a server can share a row of tokens.
+
+        Raises:
+            ValueError: The frequencies depend on the length of the row.
+        """
+        if self.reads_length:
+            raise ValueError(
+                f"rope_scaling:{self.name} stretches each row by its own length, and a server has"
+                f" the tokens of many requests in one row: set rope_scaling.{self.way_out}, or"
+                " generate with jaxmoe.generate"
+            )
 
     @abc.abstractmethod
     def stretch(
@@ -107,6 +122,7 @@ class DynamicScalingConfig(RopeScaling):
     """NTK-aware scaling: the base of the wavelengths grows with the length of the row."""
 
     name: ClassVar[str] = "dynamic"
+    way_out: ClassVar[str] = "length"
 
     factor: float = 1.0
     """Slope of the growth; 1 turns a row as long as its length over the original one."""
@@ -256,6 +272,7 @@ class LongRopeConfig(RopeScaling):
     """LongRoPE: a searched divisor for each feature, one set for short rows and one for long."""
 
     name: ClassVar[str] = "longrope"
+    way_out: ClassVar[str] = "rows to short or long"
 
     short_factor: tuple[float, ...] = ()
     """Divisor of the frequency of each pair of features in short rows; 1 for all when empty."""

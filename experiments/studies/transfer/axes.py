@@ -81,10 +81,11 @@ def _width(setting: AxisSetting, value: float) -> AxisSetting:
         """Return a mixer or feed-forward with its sizes in proportion; None is unchanged."""
         if config is None:
             return None
-        fields = config.width_fields
-        values = {field: getattr(config, field) for field in fields}
+        values = {field: getattr(config, field) for field in config.width_fields}
         sizes = {
-            field: size(f"{path}.{field}", number)
+            field: scale(f"{path}.{field}", number)
+            if dataclasses.is_dataclass(number)
+            else size(f"{path}.{field}", number)
             for field, number in values.items()
             if number is not None
         }

@@ -15,6 +15,7 @@ Sources: GQA arXiv 2305.13245, QK-norm arXiv 2302.05442, head gate arXiv 2505.06
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -25,7 +26,12 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
+from jaxmoe.layers.context import (
+    AttentionMixer,
+    LayerContext,
+    MixerActivations,
+    require_positive,
+)
 from jaxmoe.layers.mixers.attention_parts import (
     AttentionOptions,
     add_biases,
@@ -100,6 +106,11 @@ class AttentionConfig(AttentionMixer):
             )
         if self.positions == "rotary":
             self.extras.check_rotary(self.head_dim)
+        if self.extras.gate_form != "head" and not self.is_gated:
+            raise ValueError(
+                f"attention.options.gate_form={self.extras.gate_form!r} without attention.is_gated"
+                " computes no gates: set is_gated, or gate_form to 'head'"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention.window={self.window} must be at least 1, or None for all")
         if self.softcap is not None and self.softcap <= 0:
@@ -125,6 +136,21 @@ class AttentionConfig(AttentionMixer):
         """
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and o, k and v
         return embed_dim * heads * self.head_dim
+
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer; gates of features are f32, those of heads left out.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        arrays = AttentionMixer.activations(self, shards, itemsize=itemsize)
+        if self.extras.gate_form == "head":
+            return arrays
+        gates = 4 * self.num_heads * self.head_dim / shards(ax.ACT_HEADS)
+        return dataclasses.replace(
+            arrays, projected=arrays.projected + gates, kept=arrays.kept + gates
+        )
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Accept every precision."""
@@ -176,6 +202,8 @@ class AttentionConfig(AttentionMixer):
             pages: Number of pages.
             size: Positions of a page.
         """
+        if self.extras.rope_scaling is not None:
+            self.extras.rope_scaling.check_pages()
         shape = (layers, pages, size, self.num_kv_heads, 2, self.head_dim)
         precision = execution.precision
         return empty_pages(shape, precision.cache, precision.compute_dtype, execution.placement)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
-from jaxmoe.layers.mixers.attention_parts import AttentionOptions, QueryTemperatureConfig
+from jaxmoe.layers.mixers.attention_parts import QueryTemperatureConfig
 from jaxmoe.layers.records import TokenInputs
 from jaxmoe.layers.rotary import (
     DynamicScalingConfig,
@@ -38,6 +38,7 @@ from sharding.sequence_parallel import (
     UlyssesConfig,
     UlyssesRingConfig,
 )
+from tests.support.model_options import attention_fields
 from tests.support.tolerances import assert_close
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 7, 16, 8
@@ -90,13 +91,8 @@ POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 0, 1]], np.int32)
 
 
 def config_of(name: str, **sizes) -> AttentionConfig:
-    names = {field.name for field in dataclasses.fields(AttentionOptions)}
-    options = {key: value for key, value in OPTIONS[name].items() if key in names}
-    fields = {key: value for key, value in OPTIONS[name].items() if key not in names}
-    return AttentionConfig(
-        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": HEAD} | sizes | fields,
-        options=AttentionOptions(**options),
-    )
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": HEAD} | sizes
+    return AttentionConfig(**heads | attention_fields(**OPTIONS[name]))
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

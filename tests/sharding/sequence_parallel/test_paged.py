@@ -103,6 +103,29 @@ def test_pages_equal_rows_held_whole(rules):
     np.testing.assert_array_equal((after != before).any(-1), written)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_pages_return_the_log_sum_exp_of_rows_held_whole(implementation):
+    rules = AttentionRules(window=5, softcap=3.0, keeps_lse=True, implementation=implementation)
+    (out, lse), _, rows, q, _, _, positions = computed(rules)
+    plain = computed(dataclasses.replace(rules, keeps_lse=False))[0]
+    np.testing.assert_array_equal(out, plain)
+    for (part, end), row in zip(parts(positions), rows, strict=True):
+        k, v = row[None, :end, :, 0], row[None, :end, :, 1]
+        where = jnp.asarray(positions[None, part])
+        mask = {"window": 5, "softcap": 3.0, "implementation": "reference"}
+        wanted = flash_attention(q[None, part], k, v, q_positions=where, **mask)[1][0].T
+        assert_close(lse[part], wanted, "attention")
+    assert (np.asarray(lse)[positions < 0] == -np.inf).all()
+
+
+def test_kernels_that_return_no_log_sum_exp_are_refused():
+    rules = AttentionRules(keeps_lse=True, implementation="pallas_gpu")
+    with pytest.raises(
+        ValueError, match="returns no log-sum-exp.*execution.kernels.attention to xla"
+    ):
+        computed(rules)
+
+
 @pytest.mark.parametrize("rules", RULES)
 def test_pages_equal_the_reference_of_jax(rules):
     out, kv, _, q, _, tables, positions = computed(rules)

@@ -41,13 +41,52 @@ from sharding.expert_parallel.routes import TokenRoute
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MoEOptions:
+    """What published models add to a MoE layer; the defaults add nothing."""
+
+    name: ClassVar[str] = "options"
+    width_fields: ClassVar[tuple[str, ...]] = ("shared_dim",)
+
+    shared_dim: int | None = None
+    """Hidden units of the shared branch, of all its experts together; when None it has
+    num_shared_experts * expert_dim. Needs num_shared_experts of 1 or more."""
+    has_shared_gate: bool = False
+    """Whether the output of the shared branch is multiplied by sigmoid(x w) of each token."""
+    has_expert_bias: bool = False
+    """Whether the products of the routed experts have biases: gate_up_bias [E 2 F], and down_bias
+    [E D] before the gate's factor (gpt-oss)."""
+
+    def __post_init__(self):
+        if self.shared_dim is not None and self.shared_dim < 1:
+            raise ValueError(
+                f"moe.options.shared_dim={self.shared_dim} must be at least 1; for a layer without"
+                " shared experts set it to None and moe.num_shared_experts to 0"
+            )
+
+    def check_unshared(self) -> None:
+        """Check that nothing is about shared experts.
+
+        Raises:
+            ValueError: A field is.
+        """
+        for field, neutral in (("shared_dim", None), ("has_shared_gate", False)):
+            if (value := getattr(self, field)) != neutral:
+                raise ValueError(
+                    f"moe.options.{field}={value} is about shared experts, and"
+                    " moe.num_shared_experts is 0: set moe.num_shared_experts to 1 or more, or"
+                    f" moe.options.{field} to {neutral}"
+                )
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig(FeedForwardBase):
     """A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts."""
 
     name: ClassVar[str] = "moe"
     module_name: ClassVar[str] = "moe"
     is_routed: ClassVar[bool] = True
-    width_fields: ClassVar[tuple[str, ...]] = ("expert_dim", "shared_dim")
+    width_fields: ClassVar[tuple[str, ...]] = ("expert_dim", "options")
 
     num_experts: int = 8
     """Routed experts (E)."""
@@ -59,24 +98,18 @@ class MoEConfig(FeedForwardBase):
     """Function of the projections of a token, in routed and shared experts."""
     num_shared_experts: int = 0
     """Experts applied to every token, which are computed as one; 0: there is no shared branch."""
-    shared_dim: int | None = None
-    """Hidden units of the shared branch, of all its experts together; when None it has
-    num_shared_experts * expert_dim. Needs num_shared_experts of 1 or more."""
-    has_shared_gate: bool = False
-    """Whether the output of the shared branch is multiplied by sigmoid(x w) of each token."""
     router: RouterBase = SoftmaxTopKConfig()
     """Rule by which experts are chosen."""
     gate: GateBase = RenormalizedGateConfig()
     """Factor of each chosen expert's output."""
-    has_expert_bias: bool = False
-    """Whether the products of the routed experts have biases: gate_up_bias [E 2 F], and down_bias
-    [E D] before the gate's factor (gpt-oss)."""
     balancers: tuple[Balancer, ...] = (LoadBalanceConfig(), RouterZConfig())
     """Losses that keep the load even and the logits small."""
     capacity: CapacityBase | None = None
     """Limit or grain of the load of an expert; the router's choice as it is when None."""
     zero_computation: ZeroComputationConfig | None = None
     """Further experts that the router may choose, which compute nothing; not in num_experts."""
+    options: MoEOptions | None = None
+    """What some published models add; nothing when None."""
 
     def __post_init__(self):
         check_choices("moe", self)
@@ -87,38 +120,24 @@ class MoEConfig(FeedForwardBase):
             )
         if self.num_shared_experts < 0:
             raise ValueError(f"moe.num_shared_experts={self.num_shared_experts} must be 0 or more")
-        self._check_shared()
+        if not self.num_shared_experts:
+            self.extras.check_unshared()
         names = [balancer.name for balancer in self.balancers]
         if len(set(names)) != len(names):
             raise ValueError(f"moe.balancers names one balancer twice: {', '.join(names)}")
         self.build_router(embed_dim=1)  # the router validates the sizes
         check_parts(self)
 
-    def _check_shared(self) -> None:
-        """Check what shapes the shared branch.
-
-        Raises:
-            ValueError: There is no shared branch, or one without hidden units.
-        """
-        if self.shared_dim is not None and self.shared_dim < 1:
-            raise ValueError(
-                f"moe.shared_dim={self.shared_dim} must be at least 1; for a layer without shared"
-                " experts set it to None and moe.num_shared_experts to 0"
-            )
-        if self.num_shared_experts:
-            return
-        for field, neutral in (("shared_dim", None), ("has_shared_gate", False)):
-            if (value := getattr(self, field)) != neutral:
-                raise ValueError(
-                    f"moe.{field}={value} is about shared experts, and moe.num_shared_experts is 0:"
-                    f" set moe.num_shared_experts to 1 or more, or moe.{field} to {neutral}"
-                )
+    @property
+    def extras(self) -> MoEOptions:
+        """The options, neutral ones where there are none."""
+        return self.options or MoEOptions()
 
     @property
     def num_shared_units(self) -> int:
         """Hidden units of the shared branch; 0 without one."""
-        if self.shared_dim is not None:
-            return self.shared_dim
+        if self.extras.shared_dim is not None:
+            return self.extras.shared_dim
         return self.num_shared_experts * self.expert_dim
 
     @property

@@ -78,7 +78,7 @@ class Experts(nn.Module):
             name: declare_matrix(self, name, declaration)
             for name, declaration in {"gate_up": gate_up, "down": down}.items()
         }
-        if not self.moe.has_expert_bias:
+        if not self.moe.extras.has_expert_bias:
             return weights
         biases = {
             "gate_up_bias": ((num_experts, parts, hidden), (ax.EXPERTS, ax.GATE_UP, ax.EXPERT_MLP)),

@@ -168,7 +168,7 @@ class MoELayer(nn.Module):
             activation=moe.activation,
             name="shared",
         )(x, routing)[0]
-        if moe.has_shared_gate:
+        if moe.extras.has_shared_gate:
             shared = SharedGate(width, self.execution, name="shared_gate")(x, shared)
         return moe.gate.build().mix_shared(y, shared), outputs
 

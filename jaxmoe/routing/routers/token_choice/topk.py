@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token choice by softmax, sigmoid or sqrt(softplus) of x W: one scorer, three registered names.
 
-    z = x W                                             [T E], f32; + b with has_bias
+    z = x W                                             [T E], f32; + b with logit_bias
 
     softmax_topk        score_ti = softmax_E(z_t)_i     over all experts, softmax="before"
                         score_ti = softmax_K(z_t)_i     over the chosen K, softmax="after"
@@ -47,6 +47,13 @@ from jaxmoe.routing.routers.token_choice.token_choice import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LogitBiasConfig:
+    """A trained bias of each expert, which acts on the choice and on the scores (gpt-oss)."""
+
+    name: ClassVar[str] = "logit_bias"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TopKConfig(TokenChoiceBase):
     """Base class: the K experts of highest score."""
 
@@ -56,9 +63,8 @@ class TopKConfig(TokenChoiceBase):
     """Limits a token's experts to few groups of neighbours."""
     jitter: float = 0.0
     """In training the input is multiplied by uniform numbers in 1 - jitter to 1 + jitter."""
-    has_bias: bool = False
-    """Whether a trained bias of each expert is added to the logits, and so acts on the scores too
-    (gpt-oss)."""
+    logit_bias: LogitBiasConfig | None = None
+    """A trained bias of each expert, added to the logits; none when None."""
 
     def __post_init__(self):
         check_choices("router", self)
@@ -75,9 +81,9 @@ class TopKConfig(TokenChoiceBase):
         return False
 
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
-        """Return the matrix `weight [D E]`, and `bias [E]` with `has_bias`."""
+        """Return the matrix `weight [D E]`, and `bias [E]` with `logit_bias`."""
         return linear_declarations(
-            num_experts=num_experts, embed_dim=embed_dim, has_bias=self.has_bias
+            num_experts=num_experts, embed_dim=embed_dim, has_bias=self.logit_bias is not None
         )
 
     def score(

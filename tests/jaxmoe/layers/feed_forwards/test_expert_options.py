@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
+from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import (
     ClampedSwiGLUConfig,
@@ -44,27 +46,32 @@ LLAMA_4 = dataclasses.replace(
 GPT_OSS = dataclasses.replace(
     MOE,
     activation=ClampedSwiGLUConfig(limit=1.0),
-    has_expert_bias=True,
-    router=SoftmaxTopKConfig(softmax="after", has_bias=True),
+    options=MoEOptions(has_expert_bias=True),
+    router=SoftmaxTopKConfig(softmax="after", logit_bias=LogitBiasConfig()),
     gate=SoftmaxGateConfig(),
 )
 NEMOTRON = dataclasses.replace(
-    MOE, activation=ReLUSquaredConfig(), num_shared_experts=1, shared_dim=12
+    MOE, activation=ReLUSquaredConfig(), num_shared_experts=1, options=MoEOptions(shared_dim=12)
 )
 LAYERS = {
-    "shared_dim": dataclasses.replace(MOE, num_shared_experts=2, shared_dim=12),
-    "shared_gate": dataclasses.replace(MOE, num_shared_experts=1, has_shared_gate=True),
+    "shared_dim": dataclasses.replace(
+        MOE, num_shared_experts=2, options=MoEOptions(shared_dim=12)
+    ),
+    "shared_gate": dataclasses.replace(
+        MOE, num_shared_experts=1, options=MoEOptions(has_shared_gate=True)
+    ),
     "geglu": dataclasses.replace(MOE, activation=GeGLUConfig(), num_shared_experts=1),
     "relu_squared": NEMOTRON,
-    "swiglu_bias": dataclasses.replace(MOE, has_expert_bias=True),
-    "relu_squared_bias": dataclasses.replace(NEMOTRON, has_expert_bias=True),
+    "swiglu_bias": dataclasses.replace(MOE, options=MoEOptions(has_expert_bias=True)),
+    "relu_squared_bias": dataclasses.replace(
+        NEMOTRON, options=MoEOptions(shared_dim=12, has_expert_bias=True)
+    ),
     "gpt_oss": GPT_OSS,
     "llama_4": LLAMA_4,
     "all": dataclasses.replace(
         GPT_OSS,
         num_shared_experts=1,
-        shared_dim=8,
-        has_shared_gate=True,
+        options=MoEOptions(shared_dim=8, has_shared_gate=True, has_expert_bias=True),
         gate=SoftmaxGateConfig(scales_input=True),
     ),
 }
@@ -131,7 +138,7 @@ def dense_layer(moe, chosen, params, x):
         gate = gates[:, expert, None]
         inputs = gate * rows if moe.gate.scales_input else rows
         bias, down_bias = 0.0, 0.0
-        if moe.has_expert_bias:
+        if moe.extras.has_expert_bias:
             bias = experts["gate_up_bias"][expert][None]
             down_bias = experts["down_bias"][expert][None]
         hidden = hidden_units(moe, inputs, experts["gate_up"][expert], bias)
@@ -140,7 +147,7 @@ def dense_layer(moe, chosen, params, x):
         routed += (is_chosen if moe.gate.scales_input else gate) * output
     if "shared" in params:
         shared = hidden_units(moe, rows, params["shared"]["gate_up"]) @ params["shared"]["down"]
-        if moe.has_shared_gate:
+        if moe.extras.has_shared_gate:
             shared *= jax.nn.sigmoid(rows @ params["shared_gate"]["weight"])
         routed += shared
     return routed.reshape(x.shape)

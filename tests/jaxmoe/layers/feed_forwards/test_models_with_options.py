@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
+from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
+from tests.support.model_options import moe_fields
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import (
@@ -37,11 +40,9 @@ D, E, K, F, SHARED = TINY.embed_dim, TINY.moe.num_experts, TINY.moe.top_k, TINY.
 GATED = dataclasses.replace(
     TINY.moe,
     activation=ClampedSwiGLUConfig(limit=0.5),
-    has_expert_bias=True,
-    router=SoftmaxTopKConfig(has_bias=True),
+    router=SoftmaxTopKConfig(logit_bias=LogitBiasConfig()),
     num_shared_experts=1,
-    shared_dim=SHARED,
-    has_shared_gate=True,
+    options=MoEOptions(shared_dim=SHARED, has_shared_gate=True, has_expert_bias=True),
 )
 UNGATED = dataclasses.replace(GATED, activation=ReLUSquaredConfig())
 MODELS = {
@@ -143,18 +144,18 @@ def test_configs_survive_json(name):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"shared_dim": 8}, "moe.shared_dim=8 is about shared experts, and moe.num_shared_experts"),
-        ({"has_shared_gate": True}, "moe.has_shared_gate=True is about shared experts"),
-        ({"shared_dim": 0, "num_shared_experts": 1}, "moe.shared_dim=0 must be at least 1"),
+        ({"shared_dim": 8}, "moe.options.shared_dim=8 is about shared experts, and"),
+        ({"has_shared_gate": True}, "moe.options.has_shared_gate=True is about shared experts"),
+        ({"shared_dim": 0, "num_shared_experts": 1}, "moe.options.shared_dim=0 must be at least 1"),
     ],
 )
 def test_a_shared_branch_that_is_not_there_is_refused(fields, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        MoEConfig(**fields)
+        MoEConfig(**moe_fields(**fields))
 
 
 def test_the_shared_branch_has_the_units_of_its_experts_or_those_it_is_given():
     assert MoEConfig().num_shared_units == 0
     assert MoEConfig(num_shared_experts=2, expert_dim=24).num_shared_units == 48
-    moe = MoEConfig(num_shared_experts=2, expert_dim=24, shared_dim=20)
+    moe = MoEConfig(num_shared_experts=2, expert_dim=24, options=MoEOptions(shared_dim=20))
     assert moe.num_shared_units == moe.sizes.shared_dim == 20

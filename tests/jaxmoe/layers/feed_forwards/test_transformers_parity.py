@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
+from tests.support.model_options import moe_fields
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import ClampedSwiGLUConfig, MoEConfig, ReLUSquaredConfig
 from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
@@ -189,7 +191,7 @@ FAMILIES = {
         moe={
             "activation": ClampedSwiGLUConfig(limit=0.5),
             "has_expert_bias": True,
-            "router": SoftmaxTopKConfig(softmax="after", has_bias=True),
+            "router": SoftmaxTopKConfig(softmax="after", logit_bias=LogitBiasConfig()),
             "gate": SoftmaxGateConfig(),
         },
         router="router.weight",
@@ -451,7 +453,7 @@ def values_of(family, modules):
 
 def our_output(family, values, x):
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "expert_dim": HIDDEN, "balancers": ()}
-    moe = MoEConfig(**sizes | dict(family.moe))
+    moe = MoEConfig(**moe_fields(**sizes | dict(family.moe)))
     model = ModelConfig(vocab_size=8, num_layers=1, embed_dim=WIDTH, moe=moe)
     params: dict[str, Any] = {"router": {"weight": values[family.router].T}}
     if family.logit_bias is not None:
@@ -459,7 +461,7 @@ def our_output(family, values, x):
     params["experts"] = (family.experts or turned_experts)(values)
     if family.shared is not None:
         params["shared"] = dense(values, family.shared)
-    if moe.has_shared_gate:
+    if moe.extras.has_shared_gate:
         params["shared_gate"] = {"weight": values[f"{family.shared}_gate.weight"].T}
     state = {}
     if family.biases is not None:
