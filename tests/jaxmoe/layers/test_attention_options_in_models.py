@@ -49,7 +49,9 @@ HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 
 
 def with_options(**options) -> ModelConfig:
-    return dataclasses.replace(MODEL, attention=AttentionConfig(**HEADS, **attention_fields(**options)))
+    return dataclasses.replace(
+        MODEL, attention=AttentionConfig(**HEADS, **attention_fields(**options))
+    )
 
 
 ALL = with_options(**OPTIONS)
@@ -193,7 +195,10 @@ def test_a_family_that_lacks_an_option_is_refused(name):
         ({"rotary_dim": 6}, r"attention\.options\.rotary_dim=6 must be an even number from 2"),
         ({"qkv_clip": 0.0}, r"attention\.options\.qkv_clip=0\.0 must be above 0"),
         ({"rope_scaling": LongRopeConfig(long_factor=(1.0,))}, "has 1 divisors, and 2 pairs"),
-        ({"gate_form": "element"}, "attention.options.gate_form='element' without attention.is_gated"),
+        (
+            {"gate_form": "element"},
+            "attention.options.gate_form='element' without attention.is_gated",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, words):

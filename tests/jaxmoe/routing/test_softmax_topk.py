@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
 from jaxmoe.routing import GATES, ROUTERS, RouterInputs, SoftmaxTopKConfig
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
 from tests.support.dense_moe import choose
 from tests.support.tolerances import assert_close
 
@@ -55,7 +55,10 @@ def by_token(flat, top_k):
 def test_a_bias_of_the_logits_acts_on_choice_and_scores(name):
     """As a further input that is always 1, in value and gradient."""
     x, bias = drawn(7), jnp.asarray([1.0, -2.0, 0.5, 0.0, 3.0, -0.5], jnp.float32)
-    config, params = ROUTERS[name](logit_bias=LogitBiasConfig()), {"weight": wide_weight()["weight"], "bias": bias}
+    config, params = (
+        ROUTERS[name](logit_bias=LogitBiasConfig()),
+        {"weight": wide_weight()["weight"], "bias": bias},
+    )
     wider = jnp.concatenate([x, jnp.ones((TOKENS, 1))], axis=1)
     matrix = {"weight": jnp.concatenate([params["weight"], bias[None]])}
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, expert_uses, replay
 from jaxmoe.contrib.serving_lab.expert_slots import ExpertSlots, ExpertSlotsConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import ReLUSquaredConfig
+from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.models.decode import generate, stream
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.models.transformer import forward
@@ -101,7 +101,9 @@ def test_experts_without_computation_and_sampling_in_slots():
 
 def test_experts_with_biases_and_without_a_gate_in_slots():
     """The slots hold the biases, and compute the activation of the layer."""
-    moe = dataclasses.replace(MODEL.moe, activation=ReLUSquaredConfig(), options=MoEOptions(has_expert_bias=True))
+    moe = dataclasses.replace(
+        MODEL.moe, activation=ReLUSquaredConfig(), options=MoEOptions(has_expert_bias=True)
+    )
     model = dataclasses.replace(MODEL, moe=moe)
     tokens, _ = slotted(ExpertSlots(2), model)
     np.testing.assert_array_equal(tokens, whole(model))

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
-from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import (
     ClampedSwiGLUConfig,
@@ -25,10 +23,12 @@ from jaxmoe.layers.feed_forwards import (
     ReLUSquaredConfig,
     SwiGLUConfig,
 )
+from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
 from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.routing import SigmoidTopKConfig, SoftmaxGateConfig, SoftmaxTopKConfig
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
 from jaxmoe.scaling.initialize import parameter_table
 from pallas_kernels import dequantize, quantize
 from sharding.products.low_rank import LowRank
@@ -54,9 +54,7 @@ NEMOTRON = dataclasses.replace(
     MOE, activation=ReLUSquaredConfig(), num_shared_experts=1, options=MoEOptions(shared_dim=12)
 )
 LAYERS = {
-    "shared_dim": dataclasses.replace(
-        MOE, num_shared_experts=2, options=MoEOptions(shared_dim=12)
-    ),
+    "shared_dim": dataclasses.replace(MOE, num_shared_experts=2, options=MoEOptions(shared_dim=12)),
     "shared_gate": dataclasses.replace(
         MOE, num_shared_experts=1, options=MoEOptions(has_shared_gate=True)
     ),

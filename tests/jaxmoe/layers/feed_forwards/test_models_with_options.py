@@ -10,9 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
-from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
-from tests.support.model_options import moe_fields
 from jaxmoe.configs import from_json, to_json
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import (
@@ -22,6 +19,7 @@ from jaxmoe.layers.feed_forwards import (
     MoEConfig,
     ReLUSquaredConfig,
 )
+from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.models.cache import initial_cache
 from jaxmoe.models.config import LayerConfig, ModelConfig
 from jaxmoe.models.flops import flops_per_token
@@ -29,9 +27,11 @@ from jaxmoe.models.transformer import Transformer
 from jaxmoe.planning.memory import least_memory
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.routing import SoftmaxTopKConfig
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig
 from tests.jaxmoe.planning.test_planning import plan_of
+from tests.support.model_options import moe_fields
 from tests.support.models import LENGTH, TINY, tokens_for
 from tests.support.one_step import batch, params_of, step_once
 from tests.support.tolerances import assert_close

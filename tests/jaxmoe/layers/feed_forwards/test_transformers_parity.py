@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
-from tests.support.model_options import moe_fields
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards import ClampedSwiGLUConfig, MoEConfig, ReLUSquaredConfig
 from jaxmoe.layers.feed_forwards.moe.layer import MoELayer
@@ -34,6 +32,8 @@ from jaxmoe.routing import (
     ZeroComputationConfig,
 )
 from jaxmoe.routing.routers.token_choice.groups import GroupLimitConfig
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig
+from tests.support.model_options import moe_fields
 from tests.support.tolerances import assert_close
 
 pytestmark = [
