@@ -26,7 +26,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +44,7 @@ class RopeScaling(abc.ABC):
 
     __slots__ = ()
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     """Name in configs and flags."""
     way_out: ClassVar[str] = ""

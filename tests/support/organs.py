@@ -13,8 +13,8 @@ REASONS: Final[dict[str, str]] = {
     # Layers.
     "AttentionConfig.initial_cache": "every mixer has one; shared keys keep attention's, of fewer"
     " layers",
-    "AttentionMixer.activations": "plans ask any mixer; gates of features are of one, and as large as"
-    " its queries",
+    "AttentionMixer.activations": "plans ask any mixer; gates of features are of one, as large"
+    " as its queries",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
     " cache, which may change the loss and is therefore no field",
     "GateBase.scales_input": "the layer asks any gate what it multiplies; a gate that is the score"

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxmoe.checkpoint.huggingface.fields import YARN
 from jaxmoe.checkpoint.huggingface.parts import FULL, SLIDING, layers_of
+from jaxmoe.checkpoint.huggingface.ropes import rope_fields
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
 from jaxmoe.layers.context import heads_of
@@ -273,6 +274,12 @@ def balance_of(model: ModelConfig) -> float:
 def shared_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that all families have."""
     attention: Any = model.attention
+    options = getattr(attention, "extras", None)
+    share = 1.0
+    scaling = None
+    if options is not None:
+        share = options.rope_dim(attention.head_dim) / attention.head_dim
+        scaling = options.rope_scaling
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.embed_dim,
@@ -282,8 +289,7 @@ def shared_fields(model: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": moe_of(model).top_k,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": attention.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
+        **rope_fields(attention.rope_theta, share, scaling),
         "tie_word_embeddings": model.has_tied_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,

@@ -108,9 +108,10 @@ class Fields:
             )
 
     def check_supported(self) -> None:
-        """Raise for values that no family supports."""
+        """Raise for values of fields that no family has read and that have one supported value."""
         for name, (supported, why) in _ONLY.items():
-            self.only(name, supported, why)
+            if name not in self._asked:
+                self.only(name, supported, why)
 
     def rope_theta(self, default: float, *, has_yarn: bool = False) -> float:
         """Return the base of RoPE from any of its fields.

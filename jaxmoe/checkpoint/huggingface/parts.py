@@ -10,7 +10,9 @@ from typing import Any, Final, Literal
 
 from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.checkpoint.huggingface.paths import show_value
+from jaxmoe.checkpoint.huggingface.ropes import read_rope
 from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.layers.mixers.attention_parts import AttentionOptions
 from jaxmoe.models.config import (
     AttentionConfig,
     ForwardMultipliers,
@@ -237,8 +239,10 @@ def grouped_attention(
     *,
     qk_norm: Literal["none", "head", "full"],
     rope_theta: float = 10_000.0,
+    rotary_share: float = 1.0,
     window: int | None = None,
     positions: Literal["rotary", "none"] = "rotary",
+    options: AttentionOptions | None = None,
 ) -> AttentionConfig:
     """Return grouped-query attention.
 
@@ -246,8 +250,10 @@ def grouped_attention(
         fields: Fields of a config.
         qk_norm: Norm of queries and keys.
         rope_theta: Base of RoPE where the config has none.
+        rotary_share: Share of a head that RoPE turns where the config has none.
         window: Positions that a query sees.
         positions: Whether queries and keys are turned by RoPE.
+        options: Options of the family, those of RoPE left out.
 
     Raises:
         CheckpointError: The width does not divide by the number of heads.
@@ -259,14 +265,22 @@ def grouped_attention(
             f"config.hidden_size={width} does not divide by num_attention_heads={heads}, and there"
             " is no head_dim"
         )
+    head_dim = fields.get("head_dim", default=width // heads)
+    rope = read_rope(fields, rope_theta, share=rotary_share)
+    options = dataclasses.replace(
+        options or AttentionOptions(),
+        rotary_dim=rope.width(head_dim),
+        rope_scaling=rope.scaling,
+    )
     return AttentionConfig(
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", default=heads),
-        head_dim=fields.get("head_dim", default=width // heads),
+        head_dim=head_dim,
         qk_norm=qk_norm,
-        rope_theta=fields.rope_theta(rope_theta),
+        rope_theta=rope.theta,
         window=window,
         positions=positions,
+        options=None if options == AttentionOptions() else options,
     )
 
 

@@ -66,12 +66,15 @@ class Rule:
     [E, out, in], in which the two halves of gate_up follow one another."""
     half: int | None = None
     """Half of gate_up: 0 is the gate, 1 is up."""
+    halves: Literal["in_turn", "alternating"] = "in_turn"
+    """Outputs of the two halves in one tensor: one half after the other, or gate and up in turn."""
     fused: tuple[str, ...] = ()
     """Paths from the block of the parameters whose outputs follow one another in the tensor, this
     one among them; the tensor holds only this one when empty."""
-    layout: Literal["out_in", "in_out", "depthwise", "flat"] = "out_in"
+    layout: Literal["out_in", "in_out", "depthwise", "flat", "row"] = "out_in"
     """Dimensions of the tensor: outputs and inputs, the same in the order of the parameter,
-    [out, 1, in] of a convolution of each channel, or all of a vector's dimensions in one."""
+    [out, 1, in] of a convolution of each channel, all of a vector's dimensions in one, or [1, n] of
+    a vector."""
 
 
 class TensorPiece(NamedTuple):
@@ -288,7 +291,16 @@ def _of_layer(
     is_transposed = rule.layout in ("out_in", "depthwise")
     first, total = span or (0, out)
     cut = (slice(first, first + out),) if span else ()
-    if declaration.matrix is None:
+    if declaration.matrix is None and rule.half is not None:  # biases of gate and up [E, 2 F]
+        experts, _, width = row.shape[len(where) :]
+        outputs = slice(rule.half, None, 2)
+        if rule.halves == "in_turn":
+            outputs = slice(rule.half * width, (rule.half + 1) * width)
+        target = (*where, slice(None), rule.half)
+        yield TensorPiece(key, (experts, 2 * width), (slice(None), outputs), target, False)
+    elif declaration.matrix is None and rule.layout == "row":
+        yield TensorPiece(key, (1, total), (0,), where, False)
+    elif declaration.matrix is None:
         is_flat = rule.layout == "flat" or span
         shape = (total,) if is_flat else row.shape[len(where) :]
         yield TensorPiece(key, shape, cut, where, is_transposed and not is_flat)
@@ -306,8 +318,14 @@ def _of_layer(
             shape = (out, fan_in)
             part = ()
             if "{expert}" not in key:
+                outputs = slice(first, first + out)
+                if rule.halves == "alternating":
+                    outputs = slice(rule.half, None, halves)
                 shape = (num_experts, out * halves, fan_in)
-                part = (expert, slice(first, first + out))
+                part = (expert, outputs)
+                if not is_transposed:
+                    shape = (num_experts, fan_in, out * halves)
+                    part = (expert, slice(None), outputs)
             yield TensorPiece(name, shape, part, (*where, expert, *inside), is_transposed)
 
 

@@ -315,9 +315,13 @@ REFUSED = [
     (
         "qwen3_moe",
         {"rope_scaling": YARN},
-        f"config.rope_scaling={YARN} is not supported: RoPE here",
+        "RoPE of type 'yarn' needs 'original_max_position_embeddings'",
     ),
-    ("mixtral", {"rope_parameters": {"full": {}}}, "of type 'default', the same in all layers"),
+    (
+        "mixtral",
+        {"rope_parameters": {"full": {}}},
+        "RoPE here is the same in all layers, of type 'default'",
+    ),
     ("mixtral", {"rope_theta": 5.0}, "the config has several rope_theta: [5.0, 300.0]"),
     ("mixtral", {"num_experts": 6}, "the config has num_local_experts=5 and num_experts=6, two "),
     (
