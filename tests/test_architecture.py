@@ -170,7 +170,7 @@ REGISTRIES = {
         "parallel_streams",
     },
     "jaxmoe.layers.norms:NORMS": {"rms", "centred_rms", "layer"},
-    "jaxmoe.layers.residual:RESIDUALS": {"standard", "ladder", "hyper"},
+    "jaxmoe.layers.residual:RESIDUALS": {"standard", "ladder", "parallel", "weighted", "hyper"},
     "jaxmoe.optim:OPTIMIZERS": {"adamw", "muon", "muonh", "mkor", "sgd"},
     "jaxmoe.optim.schedules:SCHEDULES": {"cosine", "linear", "wsd"},
     "jaxmoe.contrib.placement:PLACERS": {"exflow", "moetuner", "expert_grouping"},

@@ -24,7 +24,7 @@ REFUSALS = 30
 VAGUE_BINDINGS = 0.0027
 PARTICIPLES = 20
 REPEATED_CLASSES = 4
-FLAGS = 84
+FLAGS = 80
 """Flags of `experiments.pretrain` with its default recipe and no choice made."""
 
 

@@ -261,6 +261,14 @@ _RESIDUAL: Final = {
         "jaxmoe.layers.residual:LadderResidualConfig",
         "Each half adds its output to the stream one layer later, beside which it is summed.",
     ),
+    "parallel": (
+        "jaxmoe.layers.residual:ParallelResidualConfig",
+        "Both halves read the stream before the layer, and add their outputs to it together.",
+    ),
+    "weighted": (
+        "jaxmoe.layers.residual:WeightedResidualConfig",
+        "Each half adds its output to the stream, each with a constant factor.",
+    ),
     "hyper": (
         "jaxmoe.contrib.depth.hyper_connections:HyperResidualConfig",
         "Each half reads from and writes to n streams with learned weights (hyper-connections).",

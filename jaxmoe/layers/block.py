@@ -1,17 +1,19 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""A pre-norm layer: a mixer half and a feed-forward half around a residual stream.
+"""A layer: a mixer half and a feed-forward half around a residual stream.
 
     x = read(x);  x = write(x, mixer(norm(x)))
     x = read(x);  x = write(x, feed_forward(norm(x)))
 
-The halves can be called apart. A layer returns what it reports and never logs it from inside:
-under rematerialisation the inside runs twice.
+The norms stand there by default; `norm_place` puts them on the outputs, or on both. The halves can
+be called apart. A layer returns what it reports and never logs it from inside: under
+rematerialisation the inside runs twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Final, get_args
 
 import jax
@@ -25,6 +27,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards import FeedForwardBase
 from jaxmoe.layers.mixers import MixerBase
+from jaxmoe.layers.norms import NormPlace
 from jaxmoe.layers.observer import observer_of, unite
 from jaxmoe.layers.records import (
     FeedForwardOutputs,
@@ -71,15 +74,32 @@ class Block(nn.Module):
         self._feed_forward_residual = residual.build("feed_forward", **sizes, placement=placement)
         mixer = self.mixer
         feed_forward = self.feed_forward
-        norm = self.context.norm
-        self._mixer_norm = norm.build(width, epsilon, name=f"{mixer.module_name}_norm")
+        self._mixer_norm = self._build_norm(f"{mixer.module_name}_norm", "before")
         self._mixer = mixer.build(
             self.context, self.execution, train=self.train, name=mixer.module_name
         )
-        self._feed_forward_norm = norm.build(width, epsilon, name="feed_forward_norm")
+        self._mixer_post_norm = self._build_norm(f"{mixer.module_name}_post_norm", "after")
+        if residual.has_one_norm:
+            self._feed_forward_norm = self._mixer_norm
+        else:
+            self._feed_forward_norm = self._build_norm("feed_forward_norm", "before")
         self._feed_forward = feed_forward.build(
             self.context, self.execution, train=self.train, name=feed_forward.module_name
         )
+        self._feed_forward_post_norm = self._build_norm("feed_forward_post_norm", "after")
+
+    def _build_norm(self, name: str, place: NormPlace) -> Callable[[Array], Array]:
+        """Return a norm, or a function that returns its input where the halves have none."""
+        context = self.context
+        if context.norm_place not in (place, "both"):
+            return _identity
+        return context.norm.build(context.embed_dim, context.norm_epsilon, name=name)
+
+    def _replace_stream(self, stream: Stream, normed: Array) -> Stream:
+        """Return the stream that a half adds to: where the residual says so, the input's norm."""
+        if not self.context.residual.adds_to_norm:
+            return stream
+        return dataclasses.replace(stream, x=normed)
 
     def __call__(
         self, stream: Stream, layer: LayerInputs, tokens: TokenInputs
@@ -114,10 +134,12 @@ class Block(nn.Module):
         x, memory = self._mixer_residual.read(stream)
         cache = None if stream.cache is None else LayerCache(stream.cache, layer.stack_layer)
         normed = self._mixer_norm(x)
+        stream = self._replace_stream(stream, normed)
         mix, losses = self._additions("mixer", normed, layer, tokens)
         tokens = dataclasses.replace(tokens, mix=mix)
         layer = dataclasses.replace(layer, carry=stream.carry)
         y, outputs = self._mixer(normed, tokens, cache, layer)
+        y = self._mixer_post_norm(y)
         carry = stream.carry | outputs.carry
         stream = dataclasses.replace(stream, cache=outputs.cache, carry=carry)
         stream = self._mixer_residual.write(stream, memory, y, self.context.multipliers.residual)
@@ -125,7 +147,7 @@ class Block(nn.Module):
         return stream, self._observe(outputs, self.mixer.module_name, y, tokens)
 
     def feed_forward_input(self, stream: Stream) -> Array:
-        """Return the normed activations [B S D] that the feed-forward reads.
+        """Return the activations [B S D] that the feed-forward reads.
 
         Args:
             stream: Stream after the mixer half.
@@ -145,9 +167,11 @@ class Block(nn.Module):
         residual = self._feed_forward_residual
         x, memory = residual.read(stream)
         normed = self._feed_forward_norm(x)
+        stream = self._replace_stream(stream, normed)
         mix, losses = self._additions("feed_forward", normed, layer, tokens)
         routing = dataclasses.replace(_routing_inputs(stream, layer, tokens), mix=mix)
         y, outputs = self._feed_forward(normed, routing)
+        y = self._feed_forward_post_norm(y)
         outputs = dataclasses.replace(outputs, losses=outputs.losses | losses)
         stream = dataclasses.replace(stream, carry=stream.carry | outputs.carry)
         stream = residual.write(stream, memory, y, self.context.multipliers.residual)
@@ -177,6 +201,10 @@ def sum_losses(one: Losses, other: Losses) -> Losses:
     """Return the losses of both halves of a layer, summed where they have the same name."""
     both = {name: one[name] + other[name] for name in one if name in other}
     return one | other | both
+
+
+def _identity(x: Array) -> Array:
+    return x
 
 
 def _name_activations(stream: Stream) -> Stream:

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.carry import Carry
-from jaxmoe.layers.norms import NormBase, RmsNormConfig
+from jaxmoe.layers.norms import NormBase, NormPlace, RmsNormConfig
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rows import RowTransform
 from jaxmoe.layers.view import ParameterView
@@ -433,6 +433,8 @@ class LayerContext:
     """Term added to the mean square or the variance in norms."""
     norm: NormBase = RmsNormConfig()
     """Norm of the halves of a layer."""
+    norm_place: NormPlace = "before"
+    """Where the halves have it."""
     multipliers: ForwardMultipliers = ForwardMultipliers()
     """Forward multipliers of the parameterisation."""
     mixers: tuple[MixerBase, ...] = ()

@@ -6,7 +6,14 @@
     centred_rms  y = (1 + gain) x / sqrt(mean(x^2) + epsilon)
     layer        y = gain (x - mean(x)) / sqrt(var(x) + epsilon) + bias        (arXiv 1607.06450)
 
-`ModelConfig.norm` is the norm of the halves of all layers and the final one. A layer that declares
+`ModelConfig.norm` is the norm of the halves of all layers and the final one, and
+`ModelConfig.norm_place` says where a half f has it:
+
+    before    x + f(norm(x))
+    after     x + norm(f(x))                                                 (arXiv 2501.00656)
+    both      x + norm'(f(norm(x)))
+
+A layer that declares
 its parameters itself, such as a QK-norm, takes `declarations` and `apply` of the config.
 
 To add a norm: a config that extends `NormBase`, its row under `norm` in `jaxmoe/catalog/layers.py`,
@@ -18,7 +25,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +35,10 @@ from jaxtyping import Array, Float
 from jaxmoe.catalog import Registry
 from jaxmoe.declarations import Declaration, declare
 from sharding import axes as ax
+
+NormPlace = Literal["before", "after", "both"]
+"""Where the halves of a layer have their norms: on their inputs, on their outputs before these are
+added to the residual stream, or on both."""
 
 
 def rms_norm(

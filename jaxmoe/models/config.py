@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from typing import ClassVar
 
@@ -28,7 +29,7 @@ from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
 from jaxmoe.layers.mixers import MixerBase
-from jaxmoe.layers.norms import NormBase, RmsNormConfig
+from jaxmoe.layers.norms import NormBase, NormPlace, RmsNormConfig
 from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.layers.rows import NestedRows, RowTransform, rows_of
@@ -78,12 +79,18 @@ class ModelConfig:
     """Term added to the mean square or the variance in norms."""
     norm: NormBase = RmsNormConfig()
     """Norm of the halves of layers, and after the last layer."""
+    norm_place: NormPlace = "before"
+    """Norms of each half of a layer: before it, after it on what it adds to the residual stream
+    (OLMo 2), or both (sandwich)."""
     residual: Residual = StandardResidualConfig()
     """How layers read the residual stream and write to it."""
     loop: LayerLoop | None = None
     """Layers that are called several times with the same parameters; None: each once."""
     has_tied_embeddings: bool = False
     """Whether the output head is the transposed embedding."""
+    logits_softcap: float | None = None
+    """Bound c of the output logits z, which become c tanh(z / c), after their multiplier; None: no
+    bound."""
     multipliers: ForwardMultipliers | None = None
     """Constant factors in the forward pass, which a parameterisation fills in; None: all are 1."""
     adapter: Adapter | None = None
@@ -94,6 +101,11 @@ class ModelConfig:
         check_choices("model", self)
         fields = ("vocab_size", "num_layers", "embed_dim", "dense_dim", "norm_epsilon")
         require_positive("model", self, *fields)
+        if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
+            raise ValueError(
+                f"model.logits_softcap={self.logits_softcap} must be a number above 0, or None for"
+                " no bound"
+            )
         wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
         if wrong:
             raise ValueError(
@@ -245,6 +257,7 @@ def _context(model: ModelConfig) -> LayerContext:
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
         norm=model.norm,
+        norm_place=model.norm_place,
         multipliers=model.forward_multipliers,
         mixers=tuple(dict.fromkeys(kind.mixer for kind in kinds)),
         feed_forwards=tuple(dict.fromkeys(kind.feed_forward for kind in kinds)),

@@ -79,7 +79,7 @@ def output_logits(
     Args:
         hidden: Hidden states after the final norm.
         weight: Matrix from `head_weight`.
-        model: Logit multiplier.
+        model: Logit multiplier and bound.
         execution: Dtype and placement.
         is_stream: Whether hidden is cut as the residual stream; False where its positions are cut
             as within a sublayer.
@@ -96,7 +96,11 @@ def output_logits(
     products = {"logits": product}
     placement = execution.placement
     logits = out_of_stream(hidden.astype(dtype), products, placement, is_stream=is_stream)["logits"]
-    return logits * jnp.float32(model.forward_multipliers.logits)
+    logits = logits * jnp.float32(model.forward_multipliers.logits)
+    if model.logits_softcap is None:
+        return logits
+    bound = jnp.float32(model.logits_softcap)
+    return bound * jnp.tanh(logits / bound)
 
 
 def only_predicted(

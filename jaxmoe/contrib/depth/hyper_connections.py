@@ -63,6 +63,8 @@ class HyperResidualConfig(Residual):
     """Each half reads from and writes to n streams with learned weights (hyper-connections)."""
 
     name: ClassVar[str] = "hyper"
+    has_one_norm: ClassVar[bool] = False
+    adds_to_norm: ClassVar[bool] = False
 
     streams: int = 4
     """Residual streams (n)."""

@@ -121,6 +121,27 @@ def test_head_equals_numpy(is_tied):
     assert (np.asarray(logits).view(np.uint32) & 0xFFFF).any()
 
 
+def test_softcapped_logits_and_their_gradient_equal_numpy():
+    multipliers = ForwardMultipliers(logits=0.25)
+    model = ModelConfig(vocab_size=9, embed_dim=WIDTH, multipliers=multipliers, logits_softcap=1.5)
+    hidden, weight = _normal(13, BATCH, LENGTH, WIDTH), _normal(12, WIDTH, 9)
+    cotangent = _normal(14, BATCH, LENGTH, 9)
+
+    def total(hidden):
+        logits = output_logits(hidden, weight, model, ExecutionConfig())
+        return jnp.sum(logits * cotangent), logits
+
+    (_, logits), gradient = jax.value_and_grad(total, has_aux=True)(hidden)
+    matrix = np.asarray(weight, np.float64)
+    bounded = np.tanh(0.25 * np.asarray(hidden, np.float64) @ matrix / 1.5)
+    assert_close(logits, 1.5 * bounded, kind="matmul")
+    slope = np.asarray(cotangent, np.float64) * (1 - bounded**2)
+    assert_close(gradient, 0.25 * slope @ matrix.T, kind="matmul")
+    for bound in (0.0, -1.0, float("inf")):
+        with pytest.raises(ValueError, match="model.logits_softcap=.* must be a number above 0"):
+            ModelConfig(logits_softcap=bound)
+
+
 def test_a_layer_computes_in_the_compute_dtype_and_keeps_f32_parameters():
     bf16 = ExecutionConfig(precision=PrecisionPolicy(compute="bfloat16"))
     layer = FeedForward(WIDTH, HIDDEN, bf16)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import LatentAttentionConfig
+from jaxmoe.layers.norms import LayerNormConfig
+from jaxmoe.models.config import DenseConfig, LatentAttentionConfig, LayerConfig
 from jaxmoe.models.decode import generate
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import GATES, MoEPlusPlusConfig
@@ -33,6 +34,19 @@ CARRIED = dataclasses.replace(
     num_layers=3,
     moe=dataclasses.replace(MODEL.moe, router=MoEPlusPlusConfig(), gate=GATES["softmax"]()),
 )
+ALTERNATING = dataclasses.replace(
+    MODEL,
+    num_layers=4,
+    dense_layers=(),
+    layers=(
+        LayerConfig(),
+        LayerConfig(
+            mixer=dataclasses.replace(MODEL.attention, window=None, positions="none"),
+            feed_forward=DenseConfig(hidden_dim=12),
+        ),
+    ),
+)
+"""Window layers with rotary positions and full ones without, whose feed-forwards are dense."""
 
 
 def few_bits(form):
@@ -41,6 +55,12 @@ def few_bits(form):
 
 CASES = {
     "latent": (LATENT, PLAIN),
+    "alternating": (ALTERNATING, PLAIN),
+    "softcapped": (dataclasses.replace(MODEL, logits_softcap=2.0), PLAIN),
+    "norms_after": (
+        dataclasses.replace(MODEL, norm_place="after", norm=LayerNormConfig(has_bias=True)),
+        PLAIN,
+    ),
     "int8": (MODEL, few_bits("int8")),
     "carried_logits": (CARRIED, PLAIN),
     "int4": (MODEL, few_bits("int4")),
