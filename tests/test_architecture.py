@@ -224,6 +224,7 @@ REGISTRIES = {
     },
     "jaxmoe.routing:ROUTERS": {
         "softmax_topk",
+        "sparse_mixer",
         "sigmoid_topk",
         "sqrt_softplus_topk",
         "noisy_topk",

@@ -25,6 +25,10 @@ _ROUTER: Final = {
         "jaxmoe.routing.routers.token_choice.gshard:GShardConfig",
         "The two experts of highest logit, the second dropped at random.",
     ),
+    "sparse_mixer": (
+        "jaxmoe.routing.routers.token_choice.sparse_mixer:SparseMixerConfig",
+        "The K experts of highest logit, each weighed by a softmax over those within a margin.",
+    ),
     "cosine_topk": (
         "jaxmoe.routing.routers.token_choice.cosine_topk:CosineTopKConfig",
         "The K experts of largest cosine with a projection of the token.",

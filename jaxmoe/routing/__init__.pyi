@@ -52,6 +52,7 @@ from jaxmoe.routing.routers.token_choice.noisy_topk import NoisyTopKConfig as No
 from jaxmoe.routing.routers.token_choice.progressive_topk import (
     ProgressiveTopKConfig as ProgressiveTopKConfig,
 )
+from jaxmoe.routing.routers.token_choice.sparse_mixer import SparseMixerConfig as SparseMixerConfig
 from jaxmoe.routing.routers.token_choice.topk import SigmoidTopKConfig as SigmoidTopKConfig
 from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig as SoftmaxTopKConfig
 from jaxmoe.routing.routers.token_choice.topk import (

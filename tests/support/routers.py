@@ -37,6 +37,7 @@ from jaxmoe.routing import (
     SinkhornConfig,
     SoftmaxTopKConfig,
     SoftMoEConfig,
+    SparseMixerConfig,
     SqrtSoftplusTopKConfig,
     UniformRandomConfig,
 )
@@ -101,6 +102,7 @@ ROUTER_CASES: dict[str, tuple[Case, ...]] = {
     "sqrt_softplus_topk": (Case(config=SqrtSoftplusTopKConfig()),),
     "noisy_topk": each_top_k(NoisyTopKConfig(), ties_to_first=False),
     "gshard": (Case(config=GShardConfig()),),
+    "sparse_mixer": (Case(config=SparseMixerConfig(margin=0.5)),),
     "cosine_topk": (Case(config=CosineTopKConfig(router_dim=3)),),
     "base_layer": each_top_k(BaseLayerConfig(), ties_to_first=False),
     "sinkhorn": (

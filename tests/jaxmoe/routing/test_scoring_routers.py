@@ -25,6 +25,7 @@ from jaxmoe.routing import (
     SigmoidTopKConfig,
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
+    SparseMixerConfig,
     SqrtSoftplusTopKConfig,
 )
 from jaxmoe.routing.balancers import squared_variation
@@ -392,6 +393,37 @@ def test_the_load_loss_needs_smooth_loads():
         MoEConfig(balancers=(LoadVariationConfig(),))
     losses = (ImportanceVariationConfig(), LoadVariationConfig())
     assert MoEConfig(router=NoisyTopKConfig(), balancers=losses).balancers == losses
+
+
+# SparseMixer.
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.02, 0.6])
+def test_sparse_mixer_weighs_each_expert_among_those_close_behind_it(margin):
+    """By loops, in double precision; with a margin of 0 every gate is 1."""
+    router, params = build(SparseMixerConfig(margin=margin))
+    x = drawn(14, 1.5, tokens=40)
+    ids, scores = by_token(route(router, params, x))
+    logits = np.asarray(route(router, params, x).logits, np.float64)
+    for token, values in enumerate(logits):
+        remaining = set(range(len(values)))
+        for slot in range(2):
+            best = max(remaining, key=lambda expert: values[expert])
+            close = [
+                j
+                for j in remaining
+                if values[best] - values[j] <= margin * max(abs(values[j]), values[best])
+            ]
+            gate = np.exp(values[best]) / sum(np.exp(values[j]) for j in close)
+            assert ids[token, slot] == best
+            np.testing.assert_allclose(np.exp(scores[token, slot]), gate, rtol=1e-5)
+            remaining.remove(best)
+    assert (np.exp(scores) > 0.999).all() == (margin == 0.0)
+
+
+def test_sparse_mixer_refuses_a_negative_margin():
+    with pytest.raises(ValueError, match="router.margin=-0.1 must be finite and at least 0"):
+        SparseMixerConfig(margin=-0.1)
 
 
 # GShard.

@@ -28,6 +28,7 @@ from jaxmoe.routing import (
     SigmoidTopKConfig,
     SoftmaxGateConfig,
     SoftmaxTopKConfig,
+    SparseMixerConfig,
     SqrtSoftplusTopKConfig,
     ZeroComputationConfig,
 )
@@ -327,6 +328,23 @@ FAMILIES = {
         router="router.weight",
         experts=straight_experts,
         shared="shared_expert",
+    ),
+    "phimoe": Family(
+        package="phimoe",
+        modules=("PhimoeSparseMoeBlock",),
+        fields={
+            "hidden_size": WIDTH,
+            "intermediate_size": HIDDEN,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+        },
+        moe={
+            "top_k": 2,
+            "router": SparseMixerConfig(margin=0.6),
+            "gate": SoftmaxGateConfig(),
+        },
+        router="router.weight",
     ),
     "dbrx": Family(
         package="dbrx",
