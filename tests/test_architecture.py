@@ -168,6 +168,7 @@ REGISTRIES = {
         "mamba2",
         "shared_keys",
         "parallel_streams",
+        "short_convolution",
     },
     "jaxmoe.layers.norms:NORMS": {"rms", "centred_rms", "layer"},
     "jaxmoe.layers.residual:RESIDUALS": {"standard", "ladder", "parallel", "weighted", "hyper"},

@@ -219,6 +219,10 @@ _MIXER: Final = {
         "jaxmoe.contrib.depth.parallel_streams:ParallelStreamsConfig",
         "Grouped-query attention of several streams of each sequence (ParScale).",
     ),
+    "short_convolution": (
+        "jaxmoe.contrib.linear_attention.short_convolution:ShortConvolutionConfig",
+        "A gated convolution over a few positions in place of attention (LFM2).",
+    ),
 }
 
 _FEED_FORWARD: Final = {

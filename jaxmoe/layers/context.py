@@ -106,8 +106,8 @@ class MixerBase(Carry, RowTransform, abc.ABC):
     """Name in the registry and on the command line."""
     module_name: ClassVar[str]
     """Name of the module among the parameters of a layer."""
-    operation: ClassVar[str]
-    """Operation of `pallas_kernels` that computes it."""
+    operation: ClassVar[str | None]
+    """Operation of `pallas_kernels` that computes it; None if none does."""
     width_fields: ClassVar[tuple[str, ...]]
     """Fields that grow with the width of a model."""
     axis_fields: ClassVar[Mapping[str, str]]
@@ -233,7 +233,7 @@ class AttentionMixer(MixerBase):
     }
 
     module_name: ClassVar[str] = "attention"
-    operation: ClassVar[str] = "flash_attention"
+    operation: ClassVar[str | None] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
 
     @property

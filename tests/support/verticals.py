@@ -194,6 +194,20 @@ VERTICALS = {
             "jaxmoe/data/repacking.py",
         ),
     ),
+    "linear_attention": Vertical(
+        sources=("jaxmoe/contrib/linear_attention/*",),
+        tests=("tests/jaxmoe/contrib/linear_attention/*",),
+        smoke=(
+            "tests/jaxmoe/contrib/linear_attention/test_mixers.py"
+            "::test_documents_in_a_row_equal_each_alone[short_convolution]"
+        ),
+        sockets=(
+            "jaxmoe/layers/convolution.py",
+            "jaxmoe/layers/mixers/cut_rows.py",
+            "jaxmoe/layers/mixers/recurrent.py",
+        )
+        + _LAYERS,
+    ),
     "mkor": Vertical(
         sources=("jaxmoe/contrib/mkor/*",),
         tests=("tests/jaxmoe/contrib/mkor/*",),

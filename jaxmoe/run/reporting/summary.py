@@ -176,10 +176,8 @@ def implementations(assembly: Assembly, mesh: AbstractMesh | None = None) -> dic
     else:
         names = ("quantized_matmul", "grouped_matmul")
         requests = {name: getattr(kernels, name) for name in names}
-    requests |= {
-        kind.mixer.operation: kernels.by_operation[kind.mixer.operation]
-        for kind in assembly.plan.model.kinds
-    }
+    operations = (kind.mixer.operation for kind in assembly.plan.model.kinds)
+    requests |= {name: kernels.by_operation[name] for name in operations if name is not None}
     chosen: dict[str, str]
     with jax.sharding.use_abstract_mesh(mesh):
         chosen = {name: OPERATIONS[name].choose(requests[name]).implementation for name in requests}

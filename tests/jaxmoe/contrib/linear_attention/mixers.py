@@ -1,0 +1,70 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The mixers under test, small, with parameters of which none has the value of a fresh layer."""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.context import LayerContext, RecurrentMixer
+from jaxmoe.layers.records import TokenInputs
+
+WIDTH, BATCH, LENGTH = 24, 2, 21
+MIXERS: Mapping[str, RecurrentMixer] = {
+    "short_convolution": ShortConvolutionConfig(
+        num_channels=20, has_conv_bias=True, has_projection_bias=True
+    ),
+}
+CONTEXT = LayerContext(embed_dim=WIDTH, norm_epsilon=1e-5)
+every_mixer = pytest.mark.parametrize("name", MIXERS)
+
+
+def inputs():
+    return jnp.asarray(
+        np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH)), jnp.float32
+    )
+
+
+def segments_of():
+    """Three documents in the first row; padding behind the only one of the second."""
+    segments = np.ones((BATCH, LENGTH), np.int32)
+    segments[0, 9:] = 2
+    segments[0, 13:] = 3
+    segments[1, 17:] = 0
+    return segments
+
+
+def module_of(config):
+    return config.build(CONTEXT, ExecutionConfig())
+
+
+@functools.cache
+def params_of(config):
+    tokens = TokenInputs(token_mask=jnp.ones((BATCH, LENGTH), bool))
+    init = jax.jit(module_of(config).init)
+    fresh = init(jax.random.key(0), inputs(), tokens, None)["params"]
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda box: box.unbox() + 0.2 * rng.standard_normal(box.unbox().shape).astype(np.float32),
+        fresh,
+        is_leaf=lambda leaf: hasattr(leaf, "unbox"),
+    )
+
+
+def mix(config, params, x, segments):
+    tokens = TokenInputs(token_mask=segments != 0, segment_ids=segments)
+    return module_of(config).apply({"params": params}, x, tokens, None)[0]
+
+
+@functools.cache
+def mixer(name):
+    """Return a jitted function of inputs and segments."""
+    config = MIXERS[name]
+    params = params_of(config)
+    return jax.jit(lambda x, segments: mix(config, params, x, segments))

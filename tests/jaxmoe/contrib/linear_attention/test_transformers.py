@@ -1,0 +1,135 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Each mixer against the module of transformers with the same weights: values, gradients, steps."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
+from jaxmoe.execution import ExecutionConfig
+from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
+from tests.jaxmoe.contrib.linear_attention.mixers import BATCH, LENGTH, WIDTH, inputs, module_of
+from tests.support.tolerances import assert_close
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+PROMPT = 13
+
+
+def loaded(family, suffix=""):
+    """Return the modules of a family of transformers: models and configs."""
+    pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
+    pytest.importorskip("transformers", reason="transformers is not installed: extra hf")
+    return tuple(
+        importlib.import_module(f"transformers.models.{family}.{part}_{family}")
+        for part in ("modeling", "configuration")
+    )
+
+
+def with_random_weights(module):
+    import torch
+
+    rng = np.random.default_rng(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            values = rng.standard_normal(parameter.shape) * (0.3 if parameter.ndim > 1 else 1.0)
+            parameter.copy_(torch.tensor(values, dtype=torch.float32))
+    return module.eval()
+
+
+def values_and_gradients(module, run):
+    """Return the output, and the gradients of a weighted sum of it by x and by parameter."""
+    import torch
+
+    x = torch.tensor(np.asarray(inputs()), requires_grad=True)
+    y = run(x)
+    weights = torch.cos(torch.arange(y.numel(), dtype=torch.float32)).reshape(y.shape)
+    (y * weights).sum().backward()
+    gradients = {name: p.grad.numpy() for name, p in module.named_parameters()}
+    return y.detach().numpy(), x.grad.numpy(), gradients
+
+
+def check(config, module, convert, run, step, layer=None):
+    """Compare values, gradients and decoding after a prompt with a module of transformers.
+
+    Args:
+        config: Mixer.
+        module: Module of transformers with random weights.
+        convert: Function from its tensors by name to parameters; linear, so that it also takes
+            gradients.
+        run: Function from x to its output.
+        step: Function from x to its output, of which each call continues the last one.
+        layer: Number of the layer in its stack.
+    """
+    import torch
+
+    tensors = {name: p.detach().numpy() for name, p in module.named_parameters()}
+    params = {name: jnp.asarray(value) for name, value in convert(tensors).items()}
+    layer_inputs = LayerInputs(
+        router_state={}, key=None, stack_layer=jnp.int32(layer or 0), moe_layer=jnp.int32(0)
+    )
+    layer_module = module_of(config)
+
+    def number(params, x):
+        tokens = TokenInputs(token_mask=jnp.ones((BATCH, LENGTH), bool))
+        y = layer_module.apply({"params": params}, x, tokens, None, layer_inputs)[0]
+        weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return jnp.sum(y * weights), y
+
+    gradient = jax.jit(jax.grad(number, (0, 1), has_aux=True))
+    (by_param, by_x), y = gradient(params, inputs())
+    expected, expected_by_x, expected_by_param = values_and_gradients(module, run)
+    assert_close(y, expected, "end_to_end")
+    assert_close(by_x, expected_by_x, "end_to_end")
+    expected_by_param = {n: jnp.asarray(v) for n, v in convert(expected_by_param).items()}
+    assert by_param.keys() == expected_by_param.keys()
+    assert_close(by_param, expected_by_param, "end_to_end")
+
+    @jax.jit
+    def decode(x, entries):
+        tokens = TokenInputs(token_mask=jnp.ones(x.shape[:2], bool))
+        cache = LayerCache(entries=entries, layer=jnp.int32(0))
+        y, outputs = layer_module.apply({"params": params}, x, tokens, cache, layer_inputs)
+        return y, outputs.cache
+
+    entries = config.initial_cache(ExecutionConfig(), layers=1, batch=BATCH, slots=LENGTH)
+    pieces = [slice(0, PROMPT), *(slice(place, place + 1) for place in range(PROMPT, LENGTH))]
+    for piece in pieces:
+        y, entries = decode(inputs()[:, piece], entries)
+        with torch.no_grad():
+            expected = step(torch.tensor(np.asarray(inputs()[:, piece]))).numpy()
+        assert_close(y, expected, "end_to_end")
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_short_convolution_equals_lfm2_moe(has_bias):
+    modeling, configuration = loaded("lfm2_moe")
+    family = configuration.Lfm2MoeConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        conv_L_cache=3,
+        conv_bias=has_bias,
+        layer_types=["conv", "full_attention"],
+    )
+    module = with_random_weights(modeling.Lfm2MoeShortConv(family, layer_idx=0))
+    config = ShortConvolutionConfig(
+        num_channels=WIDTH, has_conv_bias=has_bias, has_projection_bias=has_bias
+    )
+
+    def convert(tensors):
+        params = dict(zip("bcx", np.split(tensors["in_proj.weight"].T, 3, axis=1), strict=True))
+        params["taps"] = tensors["conv.weight"][:, 0].T
+        params["o"] = tensors["out_proj.weight"].T
+        if has_bias:
+            biases = np.split(tensors["in_proj.bias"], 3)
+            params |= {f"{name}_in_bias": b for name, b in zip("bcx", biases, strict=True)}
+            params |= {"bias": tensors["conv.bias"], "o_bias": tensors["out_proj.bias"]}
+        return params
+
+    cache = importlib.import_module("transformers.cache_utils").DynamicCache(config=family)
+    step = functools.partial(module, past_key_values=cache)
+    check(config, module, convert, module, step)
