@@ -169,6 +169,7 @@ REGISTRIES = {
         "shared_keys",
         "parallel_streams",
         "short_convolution",
+        "gated_delta",
     },
     "jaxmoe.layers.norms:NORMS": {"rms", "centred_rms", "layer"},
     "jaxmoe.layers.residual:RESIDUALS": {"standard", "ladder", "parallel", "weighted", "hyper"},

@@ -223,6 +223,10 @@ _MIXER: Final = {
         "jaxmoe.contrib.linear_attention.short_convolution:ShortConvolutionConfig",
         "A gated convolution over a few positions in place of attention (LFM2).",
     ),
+    "gated_delta": (
+        "jaxmoe.contrib.linear_attention.gated_delta:GatedDeltaConfig",
+        "Gated DeltaNet: a state that decays and is corrected, in place of attention.",
+    ),
 }
 
 _FEED_FORWARD: Final = {

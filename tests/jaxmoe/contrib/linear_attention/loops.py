@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each mixer as a loop over the positions of each row: slow, in float32, by its equations."""
 
+import jax
 import jax.numpy as jnp
 
 
@@ -54,4 +55,50 @@ def short_convolution(config, params, x, segments):
     return y @ params["o"] + params["o_bias"]
 
 
-LOOPS = {"short_convolution": short_convolution}
+def corrected(state, q, k, v, decay, beta):
+    """Return the states [N K V] of all heads after the delta rule, and the outputs [N V].
+
+    Args:
+        state: States before.
+        q: Query of each head, of any norm.
+        k: Key of each head, of any norm.
+        v: Value of each head.
+        decay: Factor of each state, or of each of its rows.
+        beta: Strength of writing of each head.
+    """
+    q, k = (x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    state = jnp.reshape(decay, (len(decay), -1, 1)) * state
+    error = v - jnp.einsum("nkv,nk->nv", state, k)
+    state = state + jnp.einsum("n,nk,nv->nkv", beta, k, error)
+    return state, jnp.einsum("nkv,nk->nv", state, q) / jnp.sqrt(q.shape[-1])
+
+
+def normed(y, gain):
+    return gain * y / jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+
+
+def gated_delta(config, params, x, segments):
+    names = ("q", "k", "v", "z")
+    projected = {name: jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in names}
+    beta = jax.nn.sigmoid(x @ params["beta"])
+    decay = jnp.exp(
+        -jnp.exp(params["a_log"]) * jax.nn.softplus(x @ params["dt"] + params["dt_bias"])
+    )
+
+    def step(states, row, places):
+        q, k, v = (
+            jax.nn.silu(convolved(projected[name], params[f"{name}_taps"], row, places))
+            for name in "qkv"
+        )
+        at = (row, places[-1])
+        size = config.num_heads // config.num_key_heads
+        q, k = (jnp.repeat(x, size, axis=0) for x in (q, k))
+        states, y = corrected(states, q, k, v, decay[at], beta[at])
+        return states, normed(y, params["norm"]) * jax.nn.silu(projected["z"][at])
+
+    states = jnp.zeros((config.num_heads, config.key_dim, config.head_dim))
+    y = by_position(segments, step, states)
+    return jnp.einsum("bsnv,nvd->bsd", y, params["o"])
+
+
+LOOPS = {"short_convolution": short_convolution, "gated_delta": gated_delta}

@@ -28,6 +28,9 @@ from tests.support.tolerances import assert_close
 BATCH, LENGTH, VOCAB = 4, 12, 32
 MIXERS = {
     "short_convolution": choice("mixer", "short_convolution")(num_channels=16),
+    "gated_delta": choice("mixer", "gated_delta")(
+        num_heads=4, num_key_heads=2, head_dim=6, key_dim=5, chunk=4
+    ),
 }
 
 
@@ -159,6 +162,7 @@ def test_decoded_tokens_are_those_of_the_whole_forward(name):
     ("mixer", "field"),
     [
         (choice("mixer", "short_convolution")(num_channels=12), "num_channels"),
+        (choice("mixer", "gated_delta")(num_heads=16, num_key_heads=4), "num_key_heads"),
     ],
 )
 def test_sizes_that_do_not_divide_name_the_field_of_their_mixer(mixer, field):

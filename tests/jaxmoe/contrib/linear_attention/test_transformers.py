@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.contrib.linear_attention.gated_delta import GatedDeltaConfig
 from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
@@ -132,4 +133,60 @@ def test_short_convolution_equals_lfm2_moe(has_bias):
 
     cache = importlib.import_module("transformers.cache_utils").DynamicCache(config=family)
     step = functools.partial(module, past_key_values=cache)
+    check(config, module, convert, module, step)
+
+
+def by_key_head(matrix, config, sizes):
+    """Return the parts of a projection whose outputs are those of one key head after another.
+
+    Args:
+        matrix: Weight [outputs, D] as transformers has it.
+        config: Mixer.
+        sizes: Outputs of each part for one key head.
+    """
+    grouped = matrix.T.reshape(WIDTH, config.num_key_heads, sum(sizes))
+    return np.split(grouped, np.cumsum(sizes)[:-1], axis=-1)
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("heads", [(6, 3), (4, 4), (4, 1)])
+def test_gated_delta_equals_qwen3_next(heads):
+    """Its in_proj_qkvz has q, k, v and z of one key head after another, in_proj_ba likewise."""
+    modeling, configuration = loaded("qwen3_next")
+    config = GatedDeltaConfig(
+        num_heads=heads[0], num_key_heads=heads[1], head_dim=5, key_dim=7, chunk=8
+    )
+    family = configuration.Qwen3NextConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        linear_num_value_heads=config.num_heads,
+        linear_num_key_heads=config.num_key_heads,
+        linear_value_head_dim=config.head_dim,
+        linear_key_head_dim=config.key_dim,
+        linear_conv_kernel_dim=4,
+        rms_norm_eps=1e-5,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    module = with_random_weights(modeling.Qwen3NextGatedDeltaNet(family, layer_idx=0))
+    keys = (config.num_key_heads, config.key_dim)
+    values = (config.num_heads, config.head_dim)
+    size = config.num_heads // config.num_key_heads
+
+    def convert(tensors):
+        sizes = [config.key_dim, config.key_dim, size * config.head_dim, size * config.head_dim]
+        q, k, v, z = by_key_head(tensors["in_proj_qkvz.weight"], config, sizes)
+        beta, dt = by_key_head(tensors["in_proj_ba.weight"], config, [size, size])
+        params = {"q": q, "k": k, "v": v.reshape(WIDTH, *values), "z": z.reshape(WIDTH, *values)}
+        params |= {"beta": beta.reshape(WIDTH, -1), "dt": dt.reshape(WIDTH, -1)}
+        ends = np.cumsum([np.prod(keys), np.prod(keys)])
+        taps = np.split(tensors["conv1d.weight"][:, 0].T, ends, axis=1)
+        for name, tap, sizes in zip("qkv", taps, (keys, keys, values), strict=True):
+            params[f"{name}_taps"] = tap.reshape(-1, *sizes)
+        params |= {"a_log": tensors["A_log"], "dt_bias": tensors["dt_bias"]}
+        params["norm"] = tensors["norm.weight"]
+        params["o"] = tensors["out_proj.weight"].T.reshape(*values, WIDTH)
+        return params
+
+    cache = importlib.import_module("transformers.cache_utils").DynamicCache(config=family)
+    step = functools.partial(module, cache_params=cache)
     check(config, module, convert, module, step)
