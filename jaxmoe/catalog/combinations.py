@@ -19,6 +19,7 @@ _DEPTH: Final = "jaxmoe.contrib.depth.combinations:ROWS"
 _OFFLOAD: Final = "jaxmoe.contrib.offload.combinations:ROWS"
 _LAYERWISE: Final = "jaxmoe.contrib.layerwise.combinations:ROWS"
 _LEVELS: Final = "jaxmoe.contrib.levels.combinations:ROWS"
+_LINEAR_ATTENTION: Final = "jaxmoe.contrib.linear_attention.combinations:ROWS"
 _MKOR: Final = "jaxmoe.contrib.mkor.combinations:ROWS"
 _RL: Final = "jaxmoe.contrib.rl.combinations:ROWS"
 _SLOW_LINKS: Final = "jaxmoe.contrib.slow_links.combinations:ROWS"
@@ -37,6 +38,7 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("replicas.exchanges", ("parameters", "gradients"), _SLOW_LINKS),
     ("training.objective", ("swept_layers",), _LAYERWISE),
     ("execution.sequence_parallel", ("levels",), _LEVELS),
+    ("model.mixers.*", ("lightning",), _LINEAR_ATTENTION),
     ("optimizer", ("mkor",), _MKOR),
     ("rl", (), _RL),
     ("training.objective", ("policy_gradient",), _RL),

@@ -129,6 +129,13 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"execution.fold": MoEMesh(seq_inner=2)},
     ),
     (ZIGZAG | {"model.attention": choice("mixer", "mamba2")()}, CONTIGUOUS),
+    (
+        {
+            "model.attention": choice("mixer", "lightning")(decay_layers=4),
+            "model.loop": LoopConfig(),
+        },
+        {"model.loop": None},
+    ),
     (ZIGZAG | {"model.moe.capacity": CapacityConfig()}, CONTIGUOUS),
     (
         {

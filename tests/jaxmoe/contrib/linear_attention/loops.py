@@ -101,4 +101,24 @@ def gated_delta(config, params, x, segments):
     return jnp.einsum("bsnv,nvd->bsd", y, params["o"])
 
 
-LOOPS = {"short_convolution": short_convolution, "gated_delta": gated_delta}
+def lightning(config, params, x, segments):
+    projected = {name: jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in "qkvz"}
+    decay = jnp.exp(jnp.array([-(2.0 ** (-8 * (n + 1) / config.num_heads)) for n in range(3)]))
+
+    def step(states, row, places):
+        at = (row, places[-1])
+        q, k, v = (jax.nn.silu(projected[name][at]) for name in "qkv")
+        states = decay[:, None, None] * states + jnp.einsum("nk,nv->nkv", k, v)
+        y = jnp.einsum("nkv,nk->nv", states, q)
+        y = params["norm"] * y / jnp.sqrt(jnp.mean(y * y) + 1e-6)
+        return states, y * jax.nn.sigmoid(projected["z"][at])
+
+    y = by_position(segments, step, jnp.zeros((3, config.head_dim, config.head_dim)))
+    return jnp.einsum("bsnh,nhd->bsd", y, params["o"])
+
+
+LOOPS = {
+    "short_convolution": short_convolution,
+    "gated_delta": gated_delta,
+    "lightning": lightning,
+}

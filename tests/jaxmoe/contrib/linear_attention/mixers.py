@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.linear_attention.gated_delta import GatedDeltaConfig
+from jaxmoe.contrib.linear_attention.lightning import LightningConfig
 from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext, RecurrentMixer
@@ -22,6 +23,7 @@ MIXERS: Mapping[str, RecurrentMixer] = {
         num_channels=20, has_conv_bias=True, has_projection_bias=True
     ),
     "gated_delta": GatedDeltaConfig(num_heads=6, num_key_heads=3, head_dim=5, key_dim=7, chunk=8),
+    "lightning": LightningConfig(num_heads=3, head_dim=5, chunk=8),
 }
 CONTEXT = LayerContext(embed_dim=WIDTH, norm_epsilon=1e-5)
 every_mixer = pytest.mark.parametrize("name", MIXERS)

@@ -31,6 +31,9 @@ MIXERS = {
     "gated_delta": choice("mixer", "gated_delta")(
         num_heads=4, num_key_heads=2, head_dim=6, key_dim=5, chunk=4
     ),
+    "lightning": choice("mixer", "lightning")(
+        num_heads=4, head_dim=6, chunk=4, decay_layers=4, layer_step=2
+    ),
 }
 
 
@@ -163,6 +166,7 @@ def test_decoded_tokens_are_those_of_the_whole_forward(name):
     [
         (choice("mixer", "short_convolution")(num_channels=12), "num_channels"),
         (choice("mixer", "gated_delta")(num_heads=16, num_key_heads=4), "num_key_heads"),
+        (choice("mixer", "lightning")(num_heads=12), "num_heads"),
     ],
 )
 def test_sizes_that_do_not_divide_name_the_field_of_their_mixer(mixer, field):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.linear_attention.gated_delta import GatedDeltaConfig
+from jaxmoe.contrib.linear_attention.lightning import LightningConfig
 from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
@@ -190,3 +191,38 @@ def test_gated_delta_equals_qwen3_next(heads):
     cache = importlib.import_module("transformers.cache_utils").DynamicCache(config=family)
     step = functools.partial(module, cache_params=cache)
     check(config, module, convert, module, step)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("layer", [0, 4])
+def test_lightning_equals_minimax(layer):
+    """Its qkv_proj has q, k and v of one head after another; blocks of 8 tokens there, 4 here."""
+    modeling, configuration = loaded("minimax")
+    config = LightningConfig(num_heads=3, head_dim=8, chunk=4, decay_layers=6, layer_step=2)
+    family = configuration.MiniMaxConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=8,
+        block_size=8,
+        rms_norm_eps=1e-5,
+        layer_types=["linear_attention", "full_attention"] * 3,
+    )
+    module = with_random_weights(modeling.MiniMaxLightningAttention(family, layer_idx=layer))
+
+    def convert(tensors):
+        fused = tensors["qkv_proj.weight"].T.reshape(WIDTH, 3, 3, 8)
+        params = {name: fused[:, :, place] for place, name in enumerate("qkv")}
+        params["z"] = tensors["output_gate.weight"].T.reshape(WIDTH, 3, 8)
+        params["norm"] = tensors["norm.weight"].reshape(3, 8)
+        params["o"] = tensors["out_proj.weight"].T.reshape(3, 8, WIDTH)
+        return params
+
+    cache = modeling.MiniMaxCache()
+
+    def run(x, past_key_values=None):
+        return module(x, None, None, past_key_values=past_key_values)[0]
+
+    step = functools.partial(run, past_key_values=cache)
+    check(config, module, convert, run, step, layer=layer // config.layer_step)
