@@ -170,6 +170,7 @@ REGISTRIES = {
         "parallel_streams",
         "short_convolution",
         "gated_delta",
+        "kimi_delta",
         "lightning",
     },
     "jaxmoe.layers.norms:NORMS": {"rms", "centred_rms", "layer"},

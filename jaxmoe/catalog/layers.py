@@ -227,6 +227,10 @@ _MIXER: Final = {
         "jaxmoe.contrib.linear_attention.gated_delta:GatedDeltaConfig",
         "Gated DeltaNet: a state that decays and is corrected, in place of attention.",
     ),
+    "kimi_delta": (
+        "jaxmoe.contrib.linear_attention.kimi_delta:KimiDeltaConfig",
+        "Kimi Delta Attention: Gated DeltaNet with a decay for each row of the state.",
+    ),
     "lightning": (
         "jaxmoe.contrib.linear_attention.lightning:LightningConfig",
         "Lightning attention: linear attention with a fixed decay per head.",

@@ -78,12 +78,31 @@ def normed(y, gain):
 
 
 def gated_delta(config, params, x, segments):
-    names = ("q", "k", "v", "z")
-    projected = {name: jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in names}
+    z = jnp.einsum("bsd,dnh->bsnh", x, params["z"])
+    rates = jnp.exp(params["a_log"]) * jax.nn.softplus(x @ params["dt"] + params["dt_bias"])
+    return delta(config, params, x, segments, jnp.exp(-rates), jax.nn.silu(z))
+
+
+def kimi_delta(config, params, x, segments):
+    z = jnp.einsum("bsr,rnh->bsnh", x @ params["gate_in"], params["gate_out"])
+    steps = jnp.einsum("bsr,rnh->bsnh", x @ params["decay_in"], params["decay_out"])
+    rates = jnp.exp(params["a_log"])[:, None] * jax.nn.softplus(steps + params["dt_bias"])
+    return delta(config, params, x, segments, jnp.exp(-rates), jax.nn.sigmoid(z))
+
+
+def delta(config, params, x, segments, decay, gate):
+    """Return the layer of a delta rule.
+
+    Args:
+        config: Mixer.
+        params: Parameters.
+        x: Inputs.
+        segments: Documents.
+        decay: Factors [B S N] or [B S N K] of states.
+        gate: Factors [B S N V] of normed outputs.
+    """
+    projected = {name: jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in "qkv"}
     beta = jax.nn.sigmoid(x @ params["beta"])
-    decay = jnp.exp(
-        -jnp.exp(params["a_log"]) * jax.nn.softplus(x @ params["dt"] + params["dt_bias"])
-    )
 
     def step(states, row, places):
         q, k, v = (
@@ -94,7 +113,7 @@ def gated_delta(config, params, x, segments):
         size = config.num_heads // config.num_key_heads
         q, k = (jnp.repeat(x, size, axis=0) for x in (q, k))
         states, y = corrected(states, q, k, v, decay[at], beta[at])
-        return states, normed(y, params["norm"]) * jax.nn.silu(projected["z"][at])
+        return states, normed(y, params["norm"]) * gate[at]
 
     states = jnp.zeros((config.num_heads, config.key_dim, config.head_dim))
     y = by_position(segments, step, states)
@@ -120,5 +139,6 @@ def lightning(config, params, x, segments):
 LOOPS = {
     "short_convolution": short_convolution,
     "gated_delta": gated_delta,
+    "kimi_delta": kimi_delta,
     "lightning": lightning,
 }

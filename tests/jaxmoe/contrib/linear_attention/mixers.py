@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.linear_attention.gated_delta import GatedDeltaConfig
+from jaxmoe.contrib.linear_attention.kimi_delta import KimiDeltaConfig
 from jaxmoe.contrib.linear_attention.lightning import LightningConfig
 from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
 from jaxmoe.execution import ExecutionConfig
@@ -23,6 +24,9 @@ MIXERS: Mapping[str, RecurrentMixer] = {
         num_channels=20, has_conv_bias=True, has_projection_bias=True
     ),
     "gated_delta": GatedDeltaConfig(num_heads=6, num_key_heads=3, head_dim=5, key_dim=7, chunk=8),
+    "kimi_delta": KimiDeltaConfig(
+        num_heads=4, num_key_heads=2, head_dim=5, key_dim=7, gate_rank=3, chunk=8
+    ),
     "lightning": LightningConfig(num_heads=3, head_dim=5, chunk=8),
 }
 CONTEXT = LayerContext(embed_dim=WIDTH, norm_epsilon=1e-5)
@@ -51,14 +55,14 @@ def module_of(config):
 @functools.cache
 def params_of(config):
     tokens = TokenInputs(token_mask=jnp.ones((BATCH, LENGTH), bool))
-    init = jax.jit(module_of(config).init)
-    fresh = init(jax.random.key(0), inputs(), tokens, None)["params"]
+    init = functools.partial(module_of(config).init, jax.random.key(0))
+    boxes = jax.eval_shape(init, inputs(), tokens, None)["params"]
     rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda box: box.unbox() + 0.2 * rng.standard_normal(box.unbox().shape).astype(np.float32),
-        fresh,
-        is_leaf=lambda leaf: hasattr(leaf, "unbox"),
-    )
+    params = {}
+    for name, box in boxes.items():
+        scale = 0.3 if len(box.value.shape) > 1 else 0.5
+        params[name] = scale * rng.standard_normal(box.value.shape).astype(np.float32)
+    return {name: jnp.asarray(values) for name, values in params.items()}
 
 
 def mix(config, params, x, segments):

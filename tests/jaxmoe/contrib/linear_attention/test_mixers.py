@@ -140,6 +140,7 @@ def test_products_in_few_bits_are_refused(name):
             "short_convolution.num_channels=0 must be above 0",
         ),
         ("lightning", "decay_layers", 0, "lightning.decay_layers=0 must be above 0"),
+        ("kimi_delta", "gate_rank", 0, "kimi_delta.gate_rank=0 must be above 0"),
         ("gated_delta", "key_dim", 0, "gated_delta.key_dim=0 must be above 0"),
         ("gated_delta", "num_key_heads", 3, "num_heads=8 must be a multiple of .*num_key_heads=3"),
     ],

@@ -31,6 +31,9 @@ MIXERS = {
     "gated_delta": choice("mixer", "gated_delta")(
         num_heads=4, num_key_heads=2, head_dim=6, key_dim=5, chunk=4
     ),
+    "kimi_delta": choice("mixer", "kimi_delta")(
+        num_heads=4, num_key_heads=4, head_dim=6, key_dim=5, gate_rank=3, chunk=4
+    ),
     "lightning": choice("mixer", "lightning")(
         num_heads=4, head_dim=6, chunk=4, decay_layers=4, layer_step=2
     ),

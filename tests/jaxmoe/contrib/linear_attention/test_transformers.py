@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.linear_attention.gated_delta import GatedDeltaConfig
+from jaxmoe.contrib.linear_attention.kimi_delta import KimiDeltaConfig
 from jaxmoe.contrib.linear_attention.lightning import LightningConfig
 from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
 from jaxmoe.execution import ExecutionConfig
@@ -186,6 +187,42 @@ def test_gated_delta_equals_qwen3_next(heads):
         params |= {"a_log": tensors["A_log"], "dt_bias": tensors["dt_bias"]}
         params["norm"] = tensors["norm.weight"]
         params["o"] = tensors["out_proj.weight"].T.reshape(*values, WIDTH)
+        return params
+
+    cache = importlib.import_module("transformers.cache_utils").DynamicCache(config=family)
+    step = functools.partial(module, cache_params=cache)
+    check(config, module, convert, module, step)
+
+
+def test_kimi_delta_equals_kimi_linear():
+    modeling, configuration = loaded("kimi_linear")
+    config = KimiDeltaConfig(
+        num_heads=3, num_key_heads=3, head_dim=5, key_dim=5, gate_rank=5, chunk=8
+    )
+    family = configuration.KimiLinearConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        linear_num_heads=3,
+        linear_head_dim=5,
+        linear_conv_kernel_dim=4,
+        rms_norm_eps=1e-5,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    module = with_random_weights(modeling.KimiLinearDeltaAttention(family, layer_idx=0))
+
+    def convert(tensors):
+        fused = {"decay_in": "forget_gate.f_a_proj", "gate_in": "g_a_proj", "beta": "b_proj"}
+        params = {name: tensors[f"{key}.weight"].T for name, key in fused.items()}
+        by_head = {name: f"{name}_proj" for name in "qkv"}
+        by_head |= {"decay_out": "forget_gate.f_b_proj", "gate_out": "g_b_proj"}
+        for name, key in by_head.items():
+            params[name] = tensors[f"{key}.weight"].T.reshape(-1, 3, 5)
+        taps = np.split(tensors["conv1d.weight"][:, 0].T, 3, axis=1)
+        params |= {f"{n}_taps": tap.reshape(-1, 3, 5) for n, tap in zip("qkv", taps, strict=True)}
+        params["a_log"] = tensors["forget_gate.A_log"].reshape(3)
+        params["dt_bias"] = tensors["forget_gate.dt_bias"].reshape(3, 5)
+        params["norm"] = tensors["o_norm.weight"]
+        params["o"] = tensors["o_proj.weight"].T.reshape(3, 5, WIDTH)
         return params
 
     cache = importlib.import_module("transformers.cache_utils").DynamicCache(config=family)
