@@ -55,6 +55,28 @@ class LayerConfig:
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """What published models add to a transformer; the defaults add nothing."""
+
+    name: ClassVar[str] = "options"
+
+    norm_place: NormPlace = "before"
+    """Norms of each half of a layer: before it, after it on what it adds to the residual stream
+    (OLMo 2), or both (sandwich)."""
+    logits_softcap: float | None = None
+    """Bound c of the output logits z, which become c tanh(z / c), after their multiplier; None: no
+    bound."""
+
+    def __post_init__(self):
+        if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
+            raise ValueError(
+                f"model.options.logits_softcap={self.logits_softcap} must be a number above 0, or"
+                " None for no bound"
+            )
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer."""
 
@@ -79,33 +101,24 @@ class ModelConfig:
     """Term added to the mean square or the variance in norms."""
     norm: NormBase = RmsNormConfig()
     """Norm of the halves of layers, and after the last layer."""
-    norm_place: NormPlace = "before"
-    """Norms of each half of a layer: before it, after it on what it adds to the residual stream
-    (OLMo 2), or both (sandwich)."""
     residual: Residual = StandardResidualConfig()
     """How layers read the residual stream and write to it."""
     loop: LayerLoop | None = None
     """Layers that are called several times with the same parameters; None: each once."""
     has_tied_embeddings: bool = False
     """Whether the output head is the transposed embedding."""
-    logits_softcap: float | None = None
-    """Bound c of the output logits z, which become c tanh(z / c), after their multiplier; None: no
-    bound."""
     multipliers: ForwardMultipliers | None = None
     """Constant factors in the forward pass, which a parameterisation fills in; None: all are 1."""
     adapter: Adapter | None = None
     """What is trained of a model whose other parameters are those of `checkpoint.initial`; None
     trains all of them."""
+    options: ModelOptions | None = None
+    """What some published models add; nothing when None."""
 
     def __post_init__(self):
         check_choices("model", self)
         fields = ("vocab_size", "num_layers", "embed_dim", "dense_dim", "norm_epsilon")
         require_positive("model", self, *fields)
-        if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
-            raise ValueError(
-                f"model.logits_softcap={self.logits_softcap} must be a number above 0, or None for"
-                " no bound"
-            )
         wrong = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
         if wrong:
             raise ValueError(
@@ -166,6 +179,11 @@ class ModelConfig:
     def _periods(self) -> list[list[MixerBase]]:
         """Return the mixers of each period of layers that is repeated."""
         return [[stack.kind.mixer for stack in scan.stacks] for scan in self.scans]
+
+    @property
+    def extras(self) -> ModelOptions:
+        """The options, neutral ones where there are none."""
+        return self.options or ModelOptions()
 
     @property
     def forward_multipliers(self) -> ForwardMultipliers:
@@ -257,7 +275,7 @@ def _context(model: ModelConfig) -> LayerContext:
         embed_dim=model.embed_dim,
         norm_epsilon=model.norm_epsilon,
         norm=model.norm,
-        norm_place=model.norm_place,
+        norm_place=model.extras.norm_place,
         multipliers=model.forward_multipliers,
         mixers=tuple(dict.fromkeys(kind.mixer for kind in kinds)),
         feed_forwards=tuple(dict.fromkeys(kind.feed_forward for kind in kinds)),

@@ -97,9 +97,9 @@ def output_logits(
     placement = execution.placement
     logits = out_of_stream(hidden.astype(dtype), products, placement, is_stream=is_stream)["logits"]
     logits = logits * jnp.float32(model.forward_multipliers.logits)
-    if model.logits_softcap is None:
+    if model.extras.logits_softcap is None:
         return logits
-    bound = jnp.float32(model.logits_softcap)
+    bound = jnp.float32(model.extras.logits_softcap)
     return bound * jnp.tanh(logits / bound)
 
 

@@ -28,8 +28,7 @@ from jaxmoe.contrib.depth.loop import LoopConfig
 from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.data import MarkovConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.norms import RmsNormConfig
-from jaxmoe.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+from jaxmoe.models.config import AttentionConfig, LayerConfig, ModelConfig, ModelOptions, MoEConfig
 from jaxmoe.optim import AdamWConfig, LinearConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import CapacityConfig, TokenRoundingConfig
@@ -140,13 +139,13 @@ CHOICES: Mapping[str, tuple[Fields, ...]] = {
     ),
     "loop": ({"model.loop": LoopConfig(first=1, last=2)},),
     "residual": _members("model.residual", "residual"),
-    "norm": ({"model.norm": RmsNormConfig(gain_offset=1.0)}, *_members("model.norm", "norm")),
+    "norm": _members("model.norm", "norm"),
     "norm_place": (
-        {"model.norm_place": "after"},
-        {"model.norm_place": "both"},
+        {"model.options": ModelOptions(norm_place="after")},
+        {"model.options": ModelOptions(norm_place="both")},
     ),
     "dense_layers": ({"model.dense_layers": (0,)},),
-    "softcap": ({"model.logits_softcap": 2.0},),
+    "softcap": ({"model.options": ModelOptions(logits_softcap=2.0)},),
     "tied": ({"model.has_tied_embeddings": True},),
     "router": tuple(map(_router, names("router"))),
     "capacity": (

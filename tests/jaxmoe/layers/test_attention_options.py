@@ -17,6 +17,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
 from jaxmoe.layers.mixers.attention_parts import QueryTemperatureConfig
+from jaxmoe.layers.norms import CentredRmsNormConfig, LayerNormConfig, RmsNormConfig
 from jaxmoe.layers.records import TokenInputs
 from jaxmoe.layers.rotary import (
     DynamicScalingConfig,
@@ -198,6 +199,28 @@ def test_an_option_equals_a_plain_softmax_in_value_and_gradient(name, is_packed)
     wanted_gradients, wanted = jax.jit(jax.grad(theirs, argnums=(0, 1), has_aux=True))(params, x)
     assert_close(out, wanted, kind="attention")
     assert_close(gradients, wanted_gradients, kind="attention")
+
+
+@pytest.mark.parametrize("kind", ["head", "full"])
+def test_norms_of_heads_are_those_of_the_model(kind):
+    """Zero-centred gains are the gains of RMSNorm less 1."""
+    config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=HEAD, qk_norm=kind)
+    x = normal(1, BATCH, LENGTH, WIDTH)
+    tokens = TokenInputs(token_mask=jnp.ones((BATCH, LENGTH), bool))
+
+    def module(norm):
+        context = LayerContext(embed_dim=WIDTH, heads=(config.heads,), norm=norm)
+        return Attention(config, context, ExecutionConfig())
+
+    plain = module(RmsNormConfig())
+    params = nn.meta.unbox(plain.init(jax.random.key(0), x, tokens, None))["params"]
+    params |= {name: 1.0 + 0.3 * normal(2, *params[name].shape) for name in ("q_norm", "k_norm")}
+    centred = params | {name: params[name] - 1.0 for name in ("q_norm", "k_norm")}
+    out = plain.apply({"params": params}, x, tokens, None)[0]
+    again = module(CentredRmsNormConfig()).apply({"params": centred}, x, tokens, None)[0]
+    assert_close(again, out, kind="attention")
+    layer = module(LayerNormConfig(has_bias=True)).init(jax.random.key(0), x, tokens, None)
+    assert {"q_norm", "q_norm_bias", "k_norm", "k_norm_bias"} <= layer["params"].keys()
 
 
 MODEL = ModelConfig(

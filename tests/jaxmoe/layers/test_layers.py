@@ -14,7 +14,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.norms import Norm, RmsNormConfig, rms_norm
-from jaxmoe.models.config import ForwardMultipliers, ModelConfig
+from jaxmoe.models.config import ForwardMultipliers, ModelConfig, ModelOptions
 from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.precision import PrecisionPolicy
 from tests.support.tolerances import assert_close
@@ -123,7 +123,8 @@ def test_head_equals_numpy(is_tied):
 
 def test_softcapped_logits_and_their_gradient_equal_numpy():
     multipliers = ForwardMultipliers(logits=0.25)
-    model = ModelConfig(vocab_size=9, embed_dim=WIDTH, multipliers=multipliers, logits_softcap=1.5)
+    options = ModelOptions(logits_softcap=1.5)
+    model = ModelConfig(vocab_size=9, embed_dim=WIDTH, multipliers=multipliers, options=options)
     hidden, weight = _normal(13, BATCH, LENGTH, WIDTH), _normal(12, WIDTH, 9)
     cotangent = _normal(14, BATCH, LENGTH, 9)
 
@@ -138,8 +139,8 @@ def test_softcapped_logits_and_their_gradient_equal_numpy():
     slope = np.asarray(cotangent, np.float64) * (1 - bounded**2)
     assert_close(gradient, 0.25 * slope @ matrix.T, kind="matmul")
     for bound in (0.0, -1.0, float("inf")):
-        with pytest.raises(ValueError, match="model.logits_softcap=.* must be a number above 0"):
-            ModelConfig(logits_softcap=bound)
+        with pytest.raises(ValueError, match="options.logits_softcap=.* must be a number above"):
+            ModelOptions(logits_softcap=bound)
 
 
 def test_a_layer_computes_in_the_compute_dtype_and_keeps_f32_parameters():

@@ -17,7 +17,7 @@ from jaxmoe.checkpoint import CheckpointError
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.contrib.depth.hyper_connections import HyperResidualConfig
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.layers.norms import LayerNormConfig, RmsNormConfig
+from jaxmoe.layers.norms import CentredRmsNormConfig, LayerNormConfig
 from jaxmoe.layers.records import RoutingInputs, TokenInputs
 from jaxmoe.layers.residual import (
     LadderResidualConfig,
@@ -25,13 +25,14 @@ from jaxmoe.layers.residual import (
     WeightedResidualConfig,
 )
 from jaxmoe.models.cache import initial_cache
-from jaxmoe.models.config import ForwardMultipliers, ModelConfig
+from jaxmoe.models.config import ForwardMultipliers, ModelConfig, ModelOptions
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh
 from sharding.distributed import global_batch
 from sharding.sequence_parallel import RingConfig
 from tests.fuzz.pairs import compare_with
+from tests.support.model_options import model_fields
 from tests.support.models import FULL, LENGTH, tokens_for
 from tests.support.tolerances import assert_close
 
@@ -46,8 +47,12 @@ FACTORS: dict[str, Any] = {
 }
 VARIANTS = {
     "after": {"norm_place": "after"},
-    "both": {"norm_place": "both", "norm": RmsNormConfig(gain_offset=1.0)},
-    "both layer": {"norm_place": "both", "norm": LayerNormConfig(has_bias=True)},
+    "both": {"norm_place": "both", "norm": CentredRmsNormConfig()},
+    "both layer": {
+        "norm_place": "both",
+        "norm": LayerNormConfig(has_bias=True),
+        "attention": dataclasses.replace(FULL.attention, qk_norm="none"),
+    },
     "before layer": {"norm": LayerNormConfig()},
     "parallel": {"residual": ParallelResidualConfig(), "norm": LayerNormConfig()},
     "parallel both": {
@@ -64,7 +69,7 @@ SHORT = [
 
 
 def model_of(name):
-    return dataclasses.replace(BASE, **VARIANTS[name])
+    return dataclasses.replace(BASE, **model_fields(**VARIANTS[name]))
 
 
 @functools.cache
@@ -81,7 +86,7 @@ def normalize(model, x, weights):
     if model.norm.name == "layer":
         x = x - x.mean(-1, keepdims=True)
     x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon)
-    gain = weights["gain"] + getattr(model.norm, "gain_offset", 0.0)
+    gain = weights["gain"] + float(model.norm.name == "centred_rms")
     vectors = [vector[None, None] for vector in (gain, weights.get("bias", 0.0 * gain))]
     return x * vectors[0] + vectors[1]
 
@@ -114,10 +119,10 @@ def unrolled(model, params, tokens):
                 """The stream that a half adds to, and what it adds."""
                 norms = "attention" if is_shared else name
                 before = x
-                if model.norm_place != "after":
+                if model.extras.norm_place != "after":
                     before = normalize(model, x, weights[f"{norms}_norm"])
                 y = branch(before)
-                if model.norm_place in ("after", "both"):
+                if model.extras.norm_place in ("after", "both"):
                     y = normalize(model, y, weights[f"{name}_post_norm"])
                 x = before if residual.adds_to_norm else x
                 return factors[0] * x, factors[1] * 0.7 * y
@@ -251,7 +256,7 @@ PAIRS = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "step"), PAIRS)
 def test_a_training_step_of_a_variant_is_that_of_one_device(name, step):
-    variant = {f"model.{field}": value for field, value in VARIANTS[name].items()}
+    variant = {f"model.{field}": value for field, value in model_fields(**VARIANTS[name]).items()}
     outcome = compare_with({**variant, **STEPS[step]})
     assert outcome.name == "equal", outcome.text
 
@@ -259,42 +264,41 @@ def test_a_training_step_of_a_variant_is_that_of_one_device(name, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage", "stage_tensor", "tensor_seq"])
 def test_a_training_step_with_softcapped_logits_is_that_of_one_device(name):
-    outcome = compare_with({"model.logits_softcap": 0.3, **STEPS[name]})
+    outcome = compare_with({"model.options": ModelOptions(logits_softcap=0.3), **STEPS[name]})
     assert outcome.name == "equal", outcome.text
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_models_of_hugging_face_refuse_a_variant(name, tmp_path):
-    model = ModelConfig(num_layers=2, embed_dim=16, **VARIANTS[name])
+    model = ModelConfig(num_layers=2, embed_dim=16, **model_fields(**VARIANTS[name]))
     params = parameter_table(model).tree(lambda row: np.zeros(row.shape, np.float32))
-    with pytest.raises(CheckpointError, match=r"model\.(norm|norm_place|residual)\b"):
+    with pytest.raises(CheckpointError, match=r"model\.(norm|options|residual)\b"):
         to_huggingface(model, params, tmp_path / "out")
 
 
 def test_other_models_of_hugging_face_refuse_softcapped_logits(tmp_path):
-    model = ModelConfig(num_layers=2, embed_dim=16, logits_softcap=3.0)
+    model = ModelConfig(num_layers=2, embed_dim=16, **model_fields(logits_softcap=3.0))
     params = parameter_table(model).tree(lambda row: np.zeros(row.shape, np.float32))
-    with pytest.raises(CheckpointError, match=r"model\.logits_softcap: 3\.0 here"):
+    with pytest.raises(CheckpointError, match=r"model\.options: options here"):
         to_huggingface(model, params, tmp_path / "out")
 
 
-@pytest.mark.xfail(strict=True, reason="check_computed of modeling.py does not know these fields")
 @pytest.mark.parametrize(
     "changes",
     [{"norm": LayerNormConfig()}, {"norm_place": "after"}, {"logits_softcap": 3.0}],
     ids=["norm", "place", "softcap"],
 )
 def test_the_modelling_file_refuses_what_it_does_not_compute(changes, tmp_path):
-    model = ModelConfig(num_layers=2, embed_dim=16, **changes)
+    model = ModelConfig(num_layers=2, embed_dim=16, **model_fields(**changes))
     params = parameter_table(model).tree(lambda row: np.zeros(row.shape, np.float32))
-    with pytest.raises(CheckpointError, match=r"model\.(norm|norm_place|logits_softcap)"):
+    with pytest.raises(CheckpointError, match=r"model\.(norm|options)"):
         to_huggingface(model, params, tmp_path / "out", family="jaxmoe")
 
 
 def test_norms_have_parameters_only_where_they_are():
     names = {"before": (True, False), "after": (False, True), "both": (True, True)}
     for place, (is_before, is_after) in names.items():
-        table = parameter_table(dataclasses.replace(BASE, norm_place=place))
+        table = parameter_table(dataclasses.replace(BASE, **model_fields(norm_place=place)))
         paths = {row.path for row in table}
         for half in ("attention", "feed_forward"):
             assert (f"moe_blocks_1/{half}_norm/gain" in paths) == is_before

@@ -16,6 +16,7 @@ from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.routing import GATES, MoEPlusPlusConfig
 from jaxmoe.serve import Sampling
 from jaxmoe.serve.device.executor import ModelExecutor
+from tests.support.model_options import model_fields
 from tests.support.serving import MODEL, PLAIN, SIZES, check_answers, params, serve
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2)
@@ -56,9 +57,11 @@ def few_bits(form):
 CASES = {
     "latent": (LATENT, PLAIN),
     "alternating": (ALTERNATING, PLAIN),
-    "softcapped": (dataclasses.replace(MODEL, logits_softcap=2.0), PLAIN),
+    "softcapped": (dataclasses.replace(MODEL, **model_fields(logits_softcap=2.0)), PLAIN),
     "norms_after": (
-        dataclasses.replace(MODEL, norm_place="after", norm=LayerNormConfig(has_bias=True)),
+        dataclasses.replace(
+            MODEL, **model_fields(norm_place="after", norm=LayerNormConfig(has_bias=True))
+        ),
         PLAIN,
     ),
     "int8": (MODEL, few_bits("int8")),
