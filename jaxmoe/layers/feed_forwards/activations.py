@@ -26,11 +26,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+Projections = Callable[[int], Array]
+"""Returns a projection [*T F] of each token: 0 is the gate and 1 the up projection, or 0 the only
+one."""
 
 
 class ActivationBase(abc.ABC):
@@ -46,11 +51,11 @@ class ActivationBase(abc.ABC):
     """Whether `grouped_swiglu` computes it together with the products of the experts."""
 
     @abc.abstractmethod
-    def __call__(self, *projections: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+    def __call__(self, projections: Projections) -> Float[Array, "*T F"]:
         """Return the hidden units in the dtype of the projections.
 
         Args:
-            *projections: Gate and up projection, or the up projection alone.
+            projections: Gate and up projection, or the up projection alone.
         """
 
 
@@ -62,10 +67,9 @@ class SwiGLUConfig(ActivationBase):
     num_projections: ClassVar[int] = 2
     has_kernel: ClassVar[bool] = True
 
-    def __call__(self, *projections: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+    def __call__(self, projections: Projections) -> Float[Array, "*T F"]:
         """Return silu(gate) times the up projection."""
-        gate, up = projections
-        return jax.nn.silu(gate) * up
+        return jax.nn.silu(projections(0)) * projections(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +96,10 @@ class ClampedSwiGLUConfig(ActivationBase):
         if not 0.0 < self.alpha < float("inf"):
             raise ValueError(f"activation.alpha={self.alpha} must be finite and above 0")
 
-    def __call__(self, *projections: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+    def __call__(self, projections: Projections) -> Float[Array, "*T F"]:
         """Return the clamped gate times its sigmoid times the shifted up projection."""
-        gate, up = projections
+        gate = projections(0)
+        up = projections(1)
         gate = jnp.minimum(gate, jnp.asarray(self.limit, gate.dtype))
         limit = jnp.asarray(self.limit, up.dtype)
         up = jnp.clip(up, -limit, limit) + jnp.asarray(self.offset, up.dtype)
@@ -112,10 +117,9 @@ class GeGLUConfig(ActivationBase):
     is_approximate: bool = False
     """Whether the normal distribution function is approximated by tanh (`gelu_pytorch_tanh`)."""
 
-    def __call__(self, *projections: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+    def __call__(self, projections: Projections) -> Float[Array, "*T F"]:
         """Return gelu(gate) times the up projection."""
-        gate, up = projections
-        return jax.nn.gelu(gate, approximate=self.is_approximate) * up
+        return jax.nn.gelu(projections(0), approximate=self.is_approximate) * projections(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +130,6 @@ class ReLUSquaredConfig(ActivationBase):
     num_projections: ClassVar[int] = 1
     has_kernel: ClassVar[bool] = False
 
-    def __call__(self, *projections: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+    def __call__(self, projections: Projections) -> Float[Array, "*T F"]:
         """Return the square of the positive part."""
-        (up,) = projections
-        return jnp.square(jax.nn.relu(up))
+        return jnp.square(jax.nn.relu(projections(0)))

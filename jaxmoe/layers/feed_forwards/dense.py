@@ -126,8 +126,11 @@ class FeedForward(nn.Module):
         product = Product("bsd,dcf->bscf", weight, (None, None, ax.MLP), wide, **options)
         form = execution.tensor_products
         hidden = out_of_stream(x.astype(dtype), {"hidden": product}, placement, form=form)["hidden"]
-        hidden = self.activation(*(hidden[:, :, i] for i in range(hidden.shape[2])))
+        hidden = self._activate(hidden)
         weight = as_factor(declare_matrix(self, "down", down), dtype, mix)
         wide = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
         product = Product("bsf,fd->bsd", weight, (ax.MLP, None), wide, **options)
         return into_stream(hidden, product, placement, form=form), FeedForwardOutputs()
+
+    def _activate(self, projected: Float[Array, "B S c F"]) -> Float[Array, "B S F"]:
+        return self.activation(lambda part: projected[:, :, part])

@@ -275,7 +275,7 @@ class _RowBiases(NamedTuple):
         if self.gate_up is not None:
             pairs = enumerate(projections)
             projections = [projection + self.gate_up[:, i] for i, projection in pairs]
-        hidden = activation(*projections)
+        hidden = activation(projections.__getitem__)
         return hidden if gates is None else _scale(hidden, gates)
 
     def add(self, y: Float[Array, "R D"], gates: Float[Array, " R"] | None) -> Float[Array, "R D"]:

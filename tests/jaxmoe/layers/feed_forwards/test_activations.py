@@ -68,7 +68,7 @@ def test_values_and_slopes_equal_the_formula(name):
     drawn = 3.0 * np.random.default_rng(0).standard_normal((config.num_projections, 200))
     drawn[:, :2] = 9.0, -9.0  # beyond a limit of 7
     projections = tuple(jnp.asarray(row, jnp.float32) for row in drawn)
-    hidden, back = jax.vjp(config, *projections)
+    hidden, back = jax.vjp(lambda *parts: config(parts.__getitem__), *projections)
     points = np.asarray(projections, np.float64).T
     values = np.array([formula(*point) for point in points])
     assert_close(hidden, values, "elementwise")
@@ -84,7 +84,8 @@ def test_values_and_slopes_equal_the_formula(name):
 def test_hidden_units_keep_the_dtype_of_the_projections(name):
     config, _ = FORMULAS[name]
     one = jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
-    assert jax.eval_shape(lambda *xs: config(*xs), *[one] * config.num_projections) == one
+    projections = [one] * config.num_projections
+    assert jax.eval_shape(lambda parts: config(parts.__getitem__), projections) == one
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -119,7 +119,7 @@ def cotangent_of(x):
 
 def hidden_units(moe, x, gate_up, bias=0.0):
     projected = jnp.einsum("td,dcf->tcf", x, gate_up) + bias
-    return moe.activation(*(projected[:, i] for i in range(gate_up.shape[1])))
+    return moe.activation(lambda part: projected[:, part])
 
 
 def dense_layer(moe, chosen, params, x):
@@ -243,7 +243,8 @@ def by_rows(weights, rows, gates, activation):
     for row, expert in enumerate(np.repeat(np.arange(GROUPS), SIZES)):
         one = {name: np.asarray(array[expert], np.float64) for name, array in weights.items()}
         projected = np.einsum("d,dcf->cf", np.asarray(rows[row], np.float64), one["gate_up"])
-        hidden = activation(*jnp.asarray(projected + one["gate_up_bias"], jnp.float32))
+        biased = jnp.asarray(projected + one["gate_up_bias"], jnp.float32)
+        hidden = activation(lambda part, biased=biased: biased[part])
         outputs[row] = float(gates[row]) * (np.asarray(hidden) @ one["down"] + one["down_bias"])
     return outputs
 
