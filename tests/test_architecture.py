@@ -154,7 +154,7 @@ REGISTRIES = {
     },
     "jaxmoe.contrib.levels:ASSIGNERS": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
-    "jaxmoe.layers.feed_forwards:FEED_FORWARDS": {"dense", "moe", "ultra_mem", "two_sizes"},
+    "jaxmoe.layers.feed_forwards:FEED_FORWARDS": {"dense", "moe", "none", "ultra_mem", "two_sizes"},
     "jaxmoe.layers.feed_forwards:ACTIVATIONS": {
         "swiglu",
         "clamped_swiglu",

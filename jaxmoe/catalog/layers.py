@@ -243,6 +243,10 @@ _FEED_FORWARD: Final = {
         "jaxmoe.layers.feed_forwards.moe.config:MoEConfig",
         "A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts.",
     ),
+    "none": (
+        "jaxmoe.layers.single_half:NoFeedForwardConfig",
+        "No feed-forward: the layer is its mixer, without parameters of a second half.",
+    ),
     "ultra_mem": (
         "jaxmoe.contrib.depth.ultra_mem:UltraMemConfig",
         "A dense SwiGLU and a memory of looked-up values (UltraMemV2).",

@@ -79,13 +79,15 @@ class Block(nn.Module):
             self.context, self.execution, train=self.train, name=mixer.module_name
         )
         self._mixer_post_norm = self._build_norm(f"{mixer.module_name}_post_norm", "after")
+        self._feed_forward = feed_forward.build(
+            self.context, self.execution, train=self.train, name=feed_forward.module_name
+        )
+        if self._feed_forward is None:
+            return
         if residual.has_one_norm:
             self._feed_forward_norm = self._mixer_norm
         else:
             self._feed_forward_norm = self._build_norm("feed_forward_norm", "before")
-        self._feed_forward = feed_forward.build(
-            self.context, self.execution, train=self.train, name=feed_forward.module_name
-        )
         self._feed_forward_post_norm = self._build_norm("feed_forward_post_norm", "after")
 
     def _build_norm(self, name: str, place: NormPlace) -> Callable[[Array], Array]:
@@ -166,6 +168,8 @@ class Block(nn.Module):
         """
         residual = self._feed_forward_residual
         x, memory = residual.read(stream)
+        if self._feed_forward is None:
+            return residual.write(stream, memory, jnp.zeros_like(x), 1.0), FeedForwardOutputs()
         normed = self._feed_forward_norm(x)
         stream = self._replace_stream(stream, normed)
         mix, losses = self._additions("feed_forward", normed, layer, tokens)

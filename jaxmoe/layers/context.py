@@ -366,8 +366,8 @@ class FeedForwardBase(Carry, abc.ABC):
         *,
         train: bool,
         name: str | None = None,
-    ) -> nn.Module:
-        """Return the module of one layer.
+    ) -> nn.Module | None:
+        """Return the module of one layer; None where it has no feed-forward.
 
         Args:
             context: Model-wide numbers.

@@ -24,8 +24,15 @@ from jaxmoe.layers.residual import (
     ParallelResidualConfig,
     WeightedResidualConfig,
 )
+from jaxmoe.layers.single_half import NoFeedForwardConfig
 from jaxmoe.models.cache import initial_cache
-from jaxmoe.models.config import ForwardMultipliers, ModelConfig, ModelOptions
+from jaxmoe.models.config import (
+    DenseConfig,
+    ForwardMultipliers,
+    LayerConfig,
+    ModelConfig,
+    ModelOptions,
+)
 from jaxmoe.models.transformer import forward
 from jaxmoe.scaling.initialize import init_params, parameter_table
 from sharding import MeshConfig, make_mesh
@@ -293,6 +300,43 @@ def test_the_modelling_file_refuses_what_it_does_not_compute(changes, tmp_path):
     params = parameter_table(model).tree(lambda row: np.zeros(row.shape, np.float32))
     with pytest.raises(CheckpointError, match=r"model\.(norm|options)"):
         to_huggingface(model, params, tmp_path / "out", family="jaxmoe")
+
+
+def mixer_alone(model):
+    """The model with a first layer that has no feed-forward."""
+    layers = (LayerConfig(feed_forward=NoFeedForwardConfig()), LayerConfig())
+    return dataclasses.replace(model, layers=layers, dense_layers=())
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("ladder", "parallel")), "both"]
+)
+def test_a_layer_without_feed_forward_is_one_whose_feed_forward_returns_zeros(name):
+    changes = {"residual": LadderResidualConfig()} if name == "ladder" else VARIANTS[name]
+    model = mixer_alone(dataclasses.replace(BASE, multipliers=None, **changes))
+    zeros = LayerConfig(feed_forward=DenseConfig(hidden_dim=4))
+    plain = dataclasses.replace(model, layers=(zeros, LayerConfig()))
+    params = dict(params_of(model))
+    names = ("none_blocks_0", "dense_blocks_0")
+    assert all(path.startswith("attention") for path in params[names[0]])
+    layer = init_params(plain, jax.random.key(1))[names[1]]
+    layer = jax.tree.map(jnp.zeros_like, layer) | params[names[0]]
+    whole = {name: tree for name, tree in params.items() if name != names[0]} | {names[1]: layer}
+    tokens = tokens_for(model)[0]
+    result = value_and_gradient(functools.partial(hidden, model))(params, tokens)
+    wanted = value_and_gradient(functools.partial(hidden, plain))(whole, tokens)
+    assert_close(result[0], wanted[0], "end_to_end")
+    half = {name: wanted[1][names[1]][name] for name in params[names[0]]}
+    assert_close(result[1][names[0]], half, "end_to_end")
+    assert_close(result[1]["moe_blocks_1"], wanted[1]["moe_blocks_1"], "end_to_end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["stage", "tensor_seq", "telemetry", "host_parameters", "hyper"])
+def test_a_training_step_with_layers_of_one_half_is_that_of_one_device(step):
+    layers = (LayerConfig(feed_forward=NoFeedForwardConfig()), LayerConfig())
+    outcome = compare_with({"model.layers": layers, **STEPS[step]})
+    assert outcome.name == "equal", outcome.text
 
 
 def test_norms_have_parameters_only_where_they_are():
