@@ -114,6 +114,7 @@ def spread(name, execution, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("name", MIXERS)
 def test_layers_with_a_state_are_the_same_on_every_mesh(name, mesh_name):
@@ -140,6 +141,7 @@ def decode(name, params, prompts, execution=None):
 
 
 @pytest.mark.slow
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", MIXERS)
 def test_decoded_tokens_are_those_of_the_whole_forward(name):
     """Prompts of unequal length, padded on the right; on one device and on a mesh."""

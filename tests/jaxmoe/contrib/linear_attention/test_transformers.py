@@ -108,6 +108,7 @@ def check(config, module, convert, run, step, layer=None):
         assert_close(y, expected, "end_to_end")
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_short_convolution_equals_lfm2_moe(has_bias):
     modeling, configuration = loaded("lfm2_moe")
