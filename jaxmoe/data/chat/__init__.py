@@ -22,7 +22,14 @@ from jaxmoe.data.batch import DataError
 from jaxmoe.data.chat.built_in import ChatML, Plain
 from jaxmoe.data.chat.conversations import Conversations
 from jaxmoe.data.chat.messages import ROLES, ConversationError, Message, read_messages
-from jaxmoe.data.chat.render import Masked, TrainOn, mask_conversation, render, stop_sequences
+from jaxmoe.data.chat.render import (
+    Masked,
+    TrainOn,
+    first_control,
+    mask_conversation,
+    render,
+    stop_sequences,
+)
 from jaxmoe.data.chat.template import ChatTemplate
 from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.packed import PackedSource, build_sources
@@ -60,6 +67,7 @@ __all__ = [
     "Masked",
     "Message",
     "TemplateName",
+    "first_control",
     "mask_conversation",
     "read_messages",
     "render",

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.data.chat.messages import ANSWER, Message
+from jaxmoe.data.chat.messages import ANSWER, ConversationError, Message
 from jaxmoe.data.chat.template import ChatPiece, ChatTemplate
 from jaxmoe.data.tokenizer import Tokenizer
 
@@ -26,6 +26,10 @@ _FIRST = ChatPiece("begin")
 _SEPARATOR = ChatPiece("separator")
 _BEGIN = ChatPiece("control", "<|im_start|>")
 _END = ChatPiece("control", "<|im_end|>")
+_NO_TOOLS = (
+    "the template {name!r} writes no tools: take a tokenizer of a model that was made for calls,"
+    " with its chat_template (--template tokenizer)"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class ChatML:
         """Yield the pieces of a conversation."""
         yield _FIRST
         for message in messages:
+            _check_calls(message)
             yield from (_BEGIN, ChatPiece("text", f"{message.role}\n"))
             yield from (ChatPiece("text", message.content), _END, ChatPiece("text", "\n"))
         if add_generation_prompt:
@@ -57,6 +62,10 @@ class ChatML:
         """Return itself: it has no variables."""
         del values
         return self
+
+    def with_tools(self, tools: str) -> ChatTemplate:
+        """Refuse tools: it writes none."""
+        raise ConversationError(_NO_TOOLS.format(name="chatml"))
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return the marks that are not distinct from the same text in a message."""
@@ -97,6 +106,7 @@ class Plain:
         """Yield the pieces of a conversation."""
         yield _FIRST
         for message in messages:
+            _check_calls(message)
             yield ChatPiece("text", f"{message.role.capitalize()}:\n")
             yield ChatPiece("text", message.content)
             yield _SEPARATOR if message.role == ANSWER else ChatPiece("text", "\n\n")
@@ -107,6 +117,10 @@ class Plain:
         """Return itself: it has no variables."""
         del values
         return self
+
+    def with_tools(self, tools: str) -> ChatTemplate:
+        """Refuse tools: it writes none."""
+        raise ConversationError(_NO_TOOLS.format(name="plain"))
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return nothing: there are no marks but words."""
@@ -122,6 +136,15 @@ class Plain:
     def identity(self) -> dict[str, Any]:
         """Return name and version."""
         return {"template": "plain", "version": 1}
+
+
+def _check_calls(message: Message) -> None:
+    """Raise a ConversationError if a message calls tools."""
+    if message.calls:
+        raise ConversationError(
+            "a message calls a tool, which the templates chatml and plain do not write: put the"
+            " text of the call into 'content', or take --template tokenizer"
+        )
 
 
 def _written(begin: str, turn: str, prompt: str) -> str:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmoe.configs import closest
 from jaxmoe.data.batch import DataError
+from jaxmoe.json_bounds import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages; tokens of `assistant` are answers."""
@@ -27,12 +28,43 @@ class ConversationError(DataError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, which an answer asks for."""
+
+    id: str
+    """Name of the call, by which a message of the role `tool` answers it."""
+    name: str
+    """Name of the function."""
+    arguments: str
+    """JSON object of the arguments by name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation."""
 
     role: str
     """One of `ROLES`."""
     content: str
+    calls: tuple[ToolCall, ...] = ()
+    """Calls of functions, of an answer."""
+    call_id: str = ""
+    """Call that a message of the role `tool` answers; empty where it names none."""
+    name: str = ""
+    """Name of the speaker or of the function; empty without one."""
+    reasoning: str = ""
+    """Thoughts before the content of an answer; empty without any."""
+
+    def further_texts(self) -> Iterator[tuple[str, str]]:
+        """Yield path and text of what a template may write beside the content."""
+        for number, call in enumerate(self.calls):
+            path = f"['tool_calls'][{number}]"
+            yield f"{path}['id']", call.id
+            yield f"{path}['function']['name']", call.name
+            yield f"{path}['function']['arguments']", call.arguments
+        yield "['tool_call_id']", self.call_id
+        yield "['name']", self.name
+        yield "['reasoning_content']", self.reasoning
 
 
 def read_conversation(value: Any) -> tuple[Message, ...]:
@@ -57,13 +89,17 @@ def read_conversation(value: Any) -> tuple[Message, ...]:
     return read_messages(value["messages"])
 
 
-def read_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
+def read_messages(
+    value: Any, name: str = "messages", *, reads_calls: bool = False
+) -> tuple[Message, ...]:
     """Return messages of JSON values.
 
     Args:
         value: List of objects with `role` and `content`: a text, or a list of parts
             `{"type": "text", "text": ...}`.
         name: Field of the list, for messages.
+        reads_calls: Whether calls of tools, the ids of their answers, names and reasoning are
+            read too; without, a message that calls a tool is refused.
 
     Raises:
         ConversationError: The value is no list of messages.
@@ -80,7 +116,9 @@ def read_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
             f"field {name!r} has {len(value):,} messages, at most {_MOST_MESSAGES:,} are read:"
             " write several conversations"
         )
-    return tuple(_message(item, f"{name}[{number}]") for number, item in enumerate(value))
+    return tuple(
+        _message(item, f"{name}[{number}]", reads_calls) for number, item in enumerate(value)
+    )
 
 
 def as_json(messages: Sequence[Message]) -> str:
@@ -88,12 +126,16 @@ def as_json(messages: Sequence[Message]) -> str:
     return json.dumps([[message.role, message.content] for message in messages])
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str, reads_calls: bool) -> Message:
     if not isinstance(value, dict):
         raise ConversationError(
             f"{where} must be an object with 'role' and 'content', found {type(value).__name__}"
         )
-    if calls := value.get("tool_calls") or value.get("function_call"):
+    fields: dict[str, Any] = _further_fields(value, where) if reads_calls else {}
+    if fields.get("calls") and value.get("content") is None:
+        value = value | {"content": ""}
+    calls = value.get("function_call") or (not reads_calls and value.get("tool_calls"))
+    if calls:
         raise ConversationError(
             f"{where} calls a tool ({repr(calls)[:40]}), which no template here writes: put the"
             " text of the call into 'content'"
@@ -109,7 +151,54 @@ def _message(value: Any, where: str) -> Message:
         raise ConversationError(
             f"{where} has the role {repr(role)[:40]}{hint}: choose one of {', '.join(ROLES)}"
         )
-    return Message(role, _content(value["content"], f"{where}['content']"))
+    return Message(role, _content(value["content"], f"{where}['content']"), **fields)
+
+
+def _further_fields(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what a message has beside role and content, by the fields of `Message`."""
+    names = {"tool_call_id": "call_id", "name": "name", "reasoning_content": "reasoning"}
+    fields: dict[str, Any] = {
+        field: _text(value[name], f"{where}['{name}']")
+        for name, field in names.items()
+        if value.get(name) is not None
+    }
+    if value.get("tool_calls") is None:
+        return fields
+    place = f"{where}['tool_calls']"
+    if value.get("role") != ANSWER:
+        raise ConversationError(f"{place} is a field of messages of the role {ANSWER!r} alone")
+    if not isinstance(value["tool_calls"], list):
+        kind = type(value["tool_calls"]).__name__
+        raise ConversationError(f"{place} must be a list of calls, found {kind}")
+    calls = [_tool_call(item, f"{place}[{n}]") for n, item in enumerate(value["tool_calls"])]
+    return fields | {"calls": tuple(calls)}
+
+
+def _tool_call(value: Any, where: str) -> ToolCall:
+    """Return a call `{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}`.
+
+    The arguments are the text of a JSON object, or the object.
+    """
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type", "function") != "function":
+        raise ConversationError(
+            f"{where} must be an object with 'id', 'type': 'function' and 'function', which has"
+            f" 'name' and 'arguments'; found {repr(value)[:60]}"
+        )
+    name = _text(function.get("name"), f"{where}['function']['name']")
+    place = f"{where}['function']['arguments']"
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments or "{}")
+        except ValueError as error:
+            raise ConversationError(f"{place} is no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ConversationError(
+            f"{place} must be a JSON object, or its text, found {repr(arguments)[:40]}"
+        )
+    identifier = _text(value.get("id", ""), f"{where}['id']")
+    return ToolCall(identifier, name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _content(value: Any, where: str) -> str:

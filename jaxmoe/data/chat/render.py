@@ -189,14 +189,27 @@ def _check_contents(
     messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer
 ) -> None:
     """Raise a ConversationError if the content of a message would be read as control."""
-    reserved = _list_reserved(template, tokenizer)
     for number, message in enumerate(messages):
-        if control := next((text for text in reserved if text in message.content), None):
-            raise ConversationError(
-                f"messages[{number}]['content'] spells {control!r}, which the template would"
-                f" read as "
-                "control: remove it, or leave the conversation out"
-            )
+        for path, text in (("['content']", message.content), *message.further_texts()):
+            if control := first_control(text, template, tokenizer):
+                raise ConversationError(
+                    f"messages[{number}]{path} spells {control!r}, which the template would read as"
+                    " control: remove it, or leave the conversation out"
+                )
+
+
+def first_control(text: str, template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
+    """Return what a text spells that the template would read as control; None without any.
+
+    Args:
+        text: Part of a message, or of what else the template writes.
+        template: How turns are written.
+        tokenizer: Tokenizer of text.
+    """
+    if not text:
+        return None
+    reserved = _list_reserved(template, tokenizer)
+    return next((control for control in reserved if control in text), None)
 
 
 @functools.lru_cache(maxsize=16)

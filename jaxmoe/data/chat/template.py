@@ -63,6 +63,17 @@ class ChatTemplate(Protocol):
         """
         ...
 
+    def with_tools(self, tools: str) -> ChatTemplate:
+        """Return the template with functions that an answer may call.
+
+        Args:
+            tools: JSON list of the functions, as requests of OpenAI's API describe them.
+
+        Raises:
+            ConversationError: The template writes none.
+        """
+        ...
+
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return texts that a message must not spell, because they would be read as control."""
         ...

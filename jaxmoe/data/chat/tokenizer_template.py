@@ -4,7 +4,7 @@
 
 It is the file chat_template.jinja beside the tokenizer.json, or the field chat_template of
 tokenizer_config.json. jinja2 evaluates it in its immutable sandbox with the names that
-`transformers` gives it: messages, add_generation_prompt, tools and documents (None), the special
+`transformers` gives it: messages, add_generation_prompt, tools, documents (None), the special
 tokens, raise_exception and the filter tojson. strftime_now is left undefined, so that the text does
 not depend on the day. The ids are those of `apply_chat_template(..., tokenize=True)`.
 """
@@ -54,6 +54,8 @@ class TokenizerTemplate:
     """Ids that end a text of the model beside the tokenizer, ascending."""
     variables: str = "{}"
     """JSON object of further values by name, which the template may read."""
+    tools: str = "null"
+    """JSON list of functions that an answer may call; null without any."""
 
     @property
     def end(self) -> ChatPiece | None:
@@ -71,11 +73,9 @@ class TokenizerTemplate:
         size = 0
         try:
             for part in template.generate(
-                messages=[
-                    {"role": message.role, "content": message.content} for message in messages
-                ],
+                messages=[_message_values(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=json.loads(self.tools),
                 documents=None,
                 **values,
             ):
@@ -98,6 +98,15 @@ class TokenizerTemplate:
             )
         return dataclasses.replace(self, variables=json.dumps(values, sort_keys=True))
 
+    def with_tools(self, tools: str) -> TokenizerTemplate:
+        """Return the template with functions that an answer may call."""
+        if "tools" not in self.source:
+            raise ConversationError(
+                f"the chat template of {self.where} writes no tools: take a model that was made for"
+                " calls, or leave tools out"
+            )
+        return dataclasses.replace(self, tools=tools)
+
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return all special tokens, because text and control are one piece."""
         return tokenizer.special_tokens
@@ -112,6 +121,42 @@ class TokenizerTemplate:
         parts = [self.source, self.special, *([self.end_ids] if self.end_ids else [])]
         content = json.dumps(parts).encode()
         return {"template": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call for templates: an object, and where it is joined to a text its JSON."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+
+def _message_values(message: Message) -> dict[str, Any]:
+    """Return a message as templates read it; what it has not is left out."""
+    values: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.calls:
+        values["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _Arguments(json.loads(call.arguments)),
+                },
+            }
+            for call in message.calls
+        ]
+    further = {
+        "tool_call_id": message.call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
+    return values | {name: text for name, text in further.items() if text}
 
 
 def read_template(place: pathlib.Path) -> TokenizerTemplate:
