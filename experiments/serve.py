@@ -58,6 +58,7 @@ from experiments.cli.model import RUN, value_of, with_about, with_model
 from experiments.cli.output import announce, write
 from experiments.cli.process import end_at_once, start_process
 from experiments.evaluate import FinishedRunConfig
+from jaxmoe.catalog import choice
 from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.optional import require
@@ -115,6 +116,11 @@ class ServeConfig:
     sampling: SamplingDefaults = "model"
     """Defaults of the sampling: those of the model's generation_config.json, or plain for those of
     OpenAI's API."""
+    tool_parser: str = "auto"
+    """How calls of tools are written: hermes, mistral,
+    llama3_json, deepseek_v3, deepseek_v31, none, or auto by the marks of the chat template."""
+    reasoning_parser: str = "none"
+    """How reasoning is told from the content of an answer: think_tags, or none."""
     engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
     origins: tuple[str, ...] = ()
@@ -135,6 +141,9 @@ class ServeConfig:
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 or more")
         self.adapter_directories()
+        if self.tool_parser not in ("auto", "none"):
+            choice("tool_parser", self.tool_parser)
+        choice("reasoning_parser", self.reasoning_parser)
         if self.max_body < 1:
             raise ValueError(f"max_body={self.max_body} must be at least 1")
 
@@ -225,6 +234,8 @@ def _open(config: ServeConfig) -> Served:
         eos=config.eos,
         sampling=config.sampling,
         adapters=config.adapter_directories(),
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
     )
     return config.engine.open(checkpoint)
 
@@ -238,8 +249,23 @@ def _header(config: ServeConfig, served: Served) -> str:
         f"memory   {served.pool_bytes / 1e6:.4g} MB of pages in all; compiled in"
         f" {served.compile_seconds:.0f} s\n"
         f"{config.engine.describe()}"
+        f"{_calls(config, served)}"
         f"routes   {talks}"
     )
+
+
+def _calls(config: ServeConfig, served: Served) -> str:
+    """Return a line about calls and reasoning; empty without conversations."""
+    if served.chat is None:
+        return ""
+    parser = served.tool_parser
+    if parser is None:
+        why = "" if config.tool_parser == "none" else " (no parser fits the chat template)"
+        calls = f"none{why}"
+    else:
+        why = " (by the chat template)" if config.tool_parser == "auto" else ""
+        calls = f"{parser.name}{why}"
+    return f"tools    {calls}; reasoning {served.reasoning.name}\n"
 
 
 async def _serve(

@@ -281,6 +281,14 @@ REGISTRIES = {
         "saga",
     },
     "jaxmoe.serve.policies.retention:RETENTION": {"lru", "swap_groups"},
+    "jaxmoe.serve.http.tools:TOOL_PARSERS": {
+        "hermes",
+        "mistral",
+        "llama3_json",
+        "deepseek_v3",
+        "deepseek_v31",
+    },
+    "jaxmoe.serve.http.reasoning:REASONING_PARSERS": {"none", "think_tags"},
     "jaxmoe.contrib.fleet.scaling:SCALING": {"fixed", "slo", "elastic_experts", "polca"},
     "jaxmoe.contrib.serving_lab.simulation.workload:WORKLOADS": {"gamma", "sessions", "file"},
     "jaxmoe.training:OBJECTIVES": {

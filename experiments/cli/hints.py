@@ -219,6 +219,7 @@ _OF_COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "api_key": "the key is the environment variable JAXMOE_API_KEY",
         "key": "the key is the environment variable JAXMOE_API_KEY",
         "served_model_name": "--name",
+        "tool_call_parser": "--tool_parser",
         "lora": "--adapters NAME=RUN",
         "lora_modules": "--adapters NAME=RUN",
         "adapter": "--adapters NAME=RUN",

@@ -24,6 +24,35 @@ _BACKEND: Final = {
         "Rows of a masked-diffusion model, filled in together.",
     ),
 }
+_TOOL_PARSER: Final = {
+    "hermes": (
+        "jaxmoe.serve.http.tools.hermes:HermesConfig",
+        "JSON objects between <tool_call> and </tool_call>: Hermes, Qwen.",
+    ),
+    "mistral": (
+        "jaxmoe.serve.http.tools.mistral:MistralConfig",
+        "A list of JSON objects behind [TOOL_CALLS]: Mistral.",
+    ),
+    "llama3_json": (
+        "jaxmoe.serve.http.tools.llama3_json:Llama3JsonConfig",
+        "JSON objects at the begin of an answer, or behind <|python_tag|>: Llama 3.",
+    ),
+    "deepseek_v3": (
+        "jaxmoe.serve.http.tools.deepseek:DeepSeekV3Config",
+        "Names and blocks of JSON between marks: DeepSeek V3, R1.",
+    ),
+    "deepseek_v31": (
+        "jaxmoe.serve.http.tools.deepseek:DeepSeekV31Config",
+        "Names and JSON between marks: DeepSeek V3.1.",
+    ),
+}
+_REASONING_PARSER: Final = {
+    "none": ("jaxmoe.serve.http.reasoning:NoReasoningConfig", "None: the whole answer is content."),
+    "think_tags": (
+        "jaxmoe.serve.http.reasoning:ThinkTagsConfig",
+        "Between <think> and </think>, as DeepSeek-R1 and Qwen3 write it.",
+    ),
+}
 _SERVER: Final = {
     "fleet": (
         "jaxmoe.contrib.fleet.serving:FleetSizesConfig",
@@ -191,6 +220,8 @@ BASES: Final = {
     "family": "jaxmoe.checkpoint.huggingface.family:Family",
     "writer": "jaxmoe.generation.text:WriterConfig",
     "backend": "jaxmoe.serve.backend:BackendConfig",
+    "tool_parser": "jaxmoe.serve.http.tools.base:ToolParserConfig",
+    "reasoning_parser": "jaxmoe.serve.http.reasoning:ReasoningParserConfig",
     "server": "jaxmoe.run.serving:ServerConfig",
     "batching": "jaxmoe.serve.policies.batching.base:BatchingConfig",
     "simulated_batching": ("jaxmoe.contrib.serving_lab.batching.base:SimulatedBatchingConfig"),
@@ -205,6 +236,8 @@ MEMBERS: Final = {
     "family": _FAMILY,
     "writer": _WRITER,
     "backend": _BACKEND,
+    "tool_parser": _TOOL_PARSER,
+    "reasoning_parser": _REASONING_PARSER,
     "server": _SERVER,
     "batching": _BATCHING,
     "simulated_batching": _SIMULATED_BATCHING,

@@ -19,6 +19,7 @@ from jaxmoe.adapters import ADAPTERS
 from jaxmoe.catalog import choice, names
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.generation.text import TextCodec
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
@@ -36,7 +37,11 @@ from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.grammars import Grammars
+from jaxmoe.serve.http.marks import with_marks
+from jaxmoe.serve.http.reasoning import ReasoningParserConfig
 from jaxmoe.serve.http.served import ChatFormat, Served, sampling_defaults
+from jaxmoe.serve.http.tools import fitting_parser
+from jaxmoe.serve.http.tools.base import ToolParserConfig
 from jaxmoe.serve.sizes import EngineSizesConfig
 from sharding.mesh import MeshConfig
 
@@ -66,6 +71,16 @@ class ServedCheckpoint:
     API."""
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Directories of LoRA runs of this model, by the names of the adapters."""
+    tool_parser: str = "auto"
+    """How calls in answers are written: a member of `tool_parser`, none, or auto for that of the
+    chat template."""
+    reasoning_parser: str = "none"
+    """How the reasoning of answers is told from their content: a member of `reasoning_parser`."""
+
+    def __post_init__(self):
+        if self.tool_parser not in ("auto", "none"):
+            choice("tool_parser", self.tool_parser)
+        choice("reasoning_parser", self.reasoning_parser)
 
 
 class ModelToServe(NamedTuple):
@@ -81,6 +96,14 @@ class ModelToServe(NamedTuple):
     """State of the routers."""
     length: int
     """Tokens of a sequence that the model was trained for."""
+    codec: TextCodec
+    """Encoder and decoder of its text, with the marks of calls and reasoning."""
+    chat: ChatFormat | None
+    """How it reads conversations; None where it was not trained on any."""
+    tool_parser: ToolParserConfig | None
+    """How calls in its answers are written; None refuses tools."""
+    reasoning: ReasoningParserConfig
+    """How the reasoning of its answers is told from their content."""
 
     @property
     def model(self) -> ModelConfig:
@@ -159,7 +182,7 @@ def open_served(checkpoint: ServedCheckpoint, sizes: EngineSizesConfig) -> Serve
     """
     loaded = load_model(checkpoint)
     opened = open_executor(loaded, sizes)
-    engine = Engine(opened.executor, opened.config, codec=loaded.assembly.source)
+    engine = Engine(opened.executor, opened.config, codec=loaded.codec)
     return served_by(engine, loaded, sizes, [opened.executor], opened.chats)
 
 
@@ -181,7 +204,25 @@ def load_model(checkpoint: ServedCheckpoint) -> ModelToServe:
         initial=checkpoint.initial,
     )
     length = length_of(RunDirectory(path), assembly.plan.config)
-    loaded = ModelToServe(checkpoint, assembly, state.params, state.router_state, length)
+    chat = _chat(assembly, RunDirectory(path), checkpoint.template)
+    tool_parser = _tool_parser(checkpoint.tool_parser, chat)
+    reasoning = choice("reasoning_parser", checkpoint.reasoning_parser)()
+    source: Any = assembly.source
+    codec: TextCodec = source
+    if chat is not None:
+        marks = (*(tool_parser.marks if tool_parser else ()), *reasoning.marks)
+        codec = with_marks(source, chat.tokenizer, marks)
+    loaded = ModelToServe(
+        checkpoint,
+        assembly,
+        state.params,
+        state.router_state,
+        length,
+        codec=codec,
+        chat=chat,
+        tool_parser=tool_parser,
+        reasoning=reasoning,
+    )
     if loaded.is_alone:
         params, router_state = jax.device_get((loaded.params, loaded.router_state))
         loaded = loaded._replace(params=params, router_state=router_state)
@@ -271,23 +312,32 @@ def served_by(
     if checkpoint.sampling == "model":
         defaults = sampling_defaults(imported_generation(directory)[1])
     eos_ids = end_ids(directory, config, assembly.source, checkpoint.eos)
-    chat = _chat(assembly, directory, checkpoint.template)
+    chat = loaded.chat
     # Where a grammar allows an end, those of a conversation end an answer too.
     ends = eos_ids if chat is None else (*eos_ids, *chat.ends[0])
     return Served(
         name=checkpoint.name or str(config.run.name or directory.path.resolve().name),
         engine=engine,
-        codec=assembly.source,
+        codec=loaded.codec,
         chat=chat,
         eos_ids=eos_ids,
         adapters=chats,
-        grammars=Grammars(assembly.source, assembly.source.vocab_size, ends),
+        grammars=Grammars(loaded.codec, assembly.source.vocab_size, ends),
+        tool_parser=loaded.tool_parser,
+        reasoning=loaded.reasoning,
         defaults=defaults,
         max_logprobs=sizes.num_logprobs,
         has_experts=sizes.has_experts,
         pool_bytes=sum(executor.pool_bytes for executor in executors),
         compile_seconds=sum(executor.compile_seconds for executor in executors),
     )
+
+
+def _tool_parser(name: str, chat: ChatFormat | None) -> ToolParserConfig | None:
+    """Return a parser of calls by its name, or that of the chat template with `auto`."""
+    if name not in ("auto", "none"):
+        return choice("tool_parser", name)()
+    return None if name == "none" or chat is None else fitting_parser(chat.template)
 
 
 def _adapt(loaded: ModelToServe) -> tuple[ModelConfig, Any, dict[str, ChatFormat | None]]:

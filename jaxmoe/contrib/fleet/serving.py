@@ -93,7 +93,7 @@ class FleetSizesConfig(ServerConfig):
             executors,
             opened.config,
             fleet=FleetConfig(dispatch=self.dispatch, scaling=self.scaling),
-            codec=loaded.assembly.source,
+            codec=loaded.codec,
             hardware=times,
             layouts=MeshLayouts(reachable(groups), times) if backend.is_spread else None,
         )

@@ -26,6 +26,7 @@ import numpy as np
 from jaxmoe.data.source import token_bytes
 from jaxmoe.serve.answers import AnswerEvent, Ended, Generated, whole_experts
 from jaxmoe.serve.http.asked import Asked
+from jaxmoe.serve.http.messages import MessageStream, delta, whole_message
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.requests import PromptScore
 
@@ -62,6 +63,8 @@ class AnswerChoice:
     """Scores of the tokens of its prompt behind the first."""
     has_begun: bool = False
     """Whether a part of it was written into a stream."""
+    message: MessageStream | None = None
+    """Its message, where it is one."""
     spelled: Spelled = dataclasses.field(default_factory=lambda: Spelled())
     """Text of the tokens whose log-probabilities were written."""
 
@@ -138,22 +141,36 @@ class Form(abc.ABC):
             choices: Answers that have ended.
             counts: Counts of tokens.
         """
+        # The text comes first: why an answer ended depends on what is in it.
+        texts = [self._whole(choice) for choice in choices]
         written = [
-            self._whole(choice) | self._shared_fields(choice, choice.tokens) for choice in choices
+            text | self._shared_fields(choice, choice.tokens)
+            for text, choice in zip(texts, choices, strict=True)
         ]
         return self._head | {"object": self.kind, "choices": written, "usage": counts}
 
-    def chunk(self, choice: AnswerChoice, new: str, tokens: Sequence[Generated]) -> dict[str, Any]:
-        """Return the object of a part of an answer.
+    def chunks(
+        self, choice: AnswerChoice, new: str, tokens: Sequence[Generated]
+    ) -> list[dict[str, Any]]:
+        """Return the objects of a part of an answer; none where it has nothing to tell.
 
         Args:
             choice: The answer; its end is written with its last part.
             new: Text of the part.
             tokens: Tokens of the part.
         """
-        written = self._part(choice, new) | self._shared_fields(choice, tokens)
-        choice.has_begun = True
-        return self._head | {"object": self.chunk_kind, "choices": [written]}
+        parts = self._parts(choice, new)
+        if not parts and (choice.ended is not None or self._asked.tells_of_tokens):
+            parts = [self._part(choice, "")]
+        chunks = []
+        for number, part in enumerate(parts, 1):
+            is_last = number == len(parts)
+            shared = self._shared_fields(choice, tokens if is_last else ())
+            if not is_last:
+                shared["finish_reason"] = None
+            choice.has_begun = True
+            chunks.append(self._head | {"object": self.chunk_kind, "choices": [part | shared]})
+        return chunks
 
     def usage_chunk(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return the object that ends a stream with the counts of tokens."""
@@ -171,7 +188,7 @@ class Form(abc.ABC):
 
     def _shared_fields(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         """Return the fields that whole answers and their parts have on every route."""
-        reason = None if choice.ended is None else choice.ended.reason
+        reason = None if choice.ended is None else self._reason(choice, choice.ended)
         logprobs = None if self._asked.num_logprobs is None else self._logprobs(choice, tokens)
         fields = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
         return fields | self._of_tokens(choice, tokens)
@@ -231,6 +248,15 @@ class Form(abc.ABC):
             )
         choice.spelled.add(bytes_of_tokens[generated.token])
         return bytes_of_tokens
+
+    def _reason(self, choice: AnswerChoice, ending: Ended) -> str:
+        """Return why an answer ended."""
+        del choice
+        return ending.reason
+
+    def _parts(self, choice: AnswerChoice, new: str) -> list[dict[str, Any]]:
+        """Return what the chunks of a part of an answer say of its text."""
+        return [self._part(choice, new)] if new else []
 
     @abc.abstractmethod
     def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
@@ -327,11 +353,32 @@ class ChatForm(Form):
     prefix = "chatcmpl"
 
     def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        stream = self._message(choice)
+        stream.add(choice.text, is_last=True)
+        message = {"role": "assistant", "refusal": None}
+        return {"message": message | whole_message(stream.parts)}
 
     def _part(self, choice: AnswerChoice, new: str) -> dict[str, Any]:
-        role = {} if choice.has_begun else {"role": "assistant"}
-        return {"delta": role | {"content": new}}
+        message = self._message(choice)
+        is_content = new or message.has_content or not message.parts
+        return _delta(choice, {"content": new} if is_content else {})
+
+    def _parts(self, choice: AnswerChoice, new: str) -> list[dict[str, Any]]:
+        is_last = choice.ended is not None
+        parts = self._message(choice).add(new, is_last=is_last) if new or is_last else []
+        deltas = [delta(part) for part in parts]
+        return [_delta(choice, fields, is_begun=number > 0) for number, fields in enumerate(deltas)]
+
+    def _reason(self, choice: AnswerChoice, ending: Ended) -> str:
+        is_call = ending.reason == "stop" and self._message(choice).has_calls
+        return "tool_calls" if is_call else ending.reason
+
+    def _message(self, choice: AnswerChoice) -> MessageStream:
+        """Return the message of an answer as it grows."""
+        if choice.message is None:
+            assert self._asked.message is not None  # `read_chat` has made it
+            choice.message = MessageStream(self._asked.message)
+        return choice.message
 
     def _logprobs(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         content = []
@@ -342,6 +389,14 @@ class ChatForm(Form):
                 _entry(spelled[generated.token], generated.logprob) | {"top_logprobs": several}
             )
         return {"content": content}
+
+
+def _delta(
+    choice: AnswerChoice, fields: dict[str, Any], *, is_begun: bool = False
+) -> dict[str, Any]:
+    """Return the delta of a chunk; the first of an answer has the role."""
+    role = {} if choice.has_begun or is_begun else {"role": "assistant"}
+    return {"delta": role | fields}
 
 
 def _entry(content: bytes, value: float | None) -> dict[str, Any]:

@@ -367,12 +367,10 @@ async def _stream(
         async for number, event in answers:
             choice = choices[number]
             text, tokens = form.take(choice, event)
-            is_end = isinstance(event, Ended)
             if isinstance(event, Ended) and event.reason in ("refused", "error"):
                 yield _event(failure(event).body)
                 return
-            if text or is_end or completion.tells_of_tokens:
-                part = form.chunk(choice, text, tokens)
+            for part in form.chunks(choice, text, tokens):
                 if completion.has_usage and completion.has_usage_of_parts:
                     part["usage"] = form.usage_so_far(choice)
                 yield _event(part)

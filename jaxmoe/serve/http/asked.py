@@ -14,9 +14,12 @@ from typing import Any
 
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.fields import BodyFields
+from jaxmoe.serve.http.messages import CallsFormat, MessageFormat
 from jaxmoe.serve.http.served import ChatFormat, Served
-from jaxmoe.serve.http.structured import read_grammar
+from jaxmoe.serve.http.structured import read_grammar, read_message_grammar
 from jaxmoe.serve.http.table import STREAM_OPTIONS, RouteName, honoured_fields, honoured_names
+from jaxmoe.serve.http.tools import TOOL_PARSERS
+from jaxmoe.serve.http.tools.request import Tools, read_tools
 from jaxmoe.serve.requests import Sampling
 
 _MOST_STOPS = 16
@@ -58,6 +61,8 @@ class Asked:
     """Whether the ids of prompt and answer are sent."""
     given: dict[str, Any]
     """Further arguments of `Engine.submit`."""
+    message: MessageFormat | None = None
+    """How an answer becomes a message; None where it is text."""
 
     @property
     def tells_of_tokens(self) -> bool:
@@ -83,10 +88,10 @@ def read_completion(body: Any, served: Served) -> Asked:
     default = served.default("max_tokens", 16) if has_answer else 1
     request = _read_request(fields, served, prompts, most, names, default=default)
     request = dataclasses.replace(request, has_echo=fields.flag("echo"), has_answer=has_answer)
-    if not request.has_echo or most is None:
-        return request
-    number = max(most, request.num_prompt_logprobs or 0)
-    sampling = dataclasses.replace(request.sampling, num_prompt_logprobs=number)
+    sampling = dataclasses.replace(request.sampling, grammar=read_grammar(fields, served))
+    if request.has_echo and most is not None:
+        number = max(most, request.num_prompt_logprobs or 0)
+        sampling = dataclasses.replace(sampling, num_prompt_logprobs=number)
     return dataclasses.replace(request, sampling=sampling)
 
 
@@ -102,7 +107,9 @@ def read_chat(body: Any, served: Served) -> Asked:
     """
     fields = _body_fields(body, "chat/completions")
     adapter = served.adapter_of(fields.text("model", served.name))
-    prompt = read_conversation(fields, served, adapter)
+    tools = read_tools(fields)
+    prompt = read_conversation(fields, served, adapter, tools)
+    message = _read_message(fields, served, prompt, tools)
     most = fields.integer("top_logprobs", 0, 0)
     if most and not fields.flag("logprobs"):
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
@@ -111,11 +118,51 @@ def read_chat(body: Any, served: Served) -> Asked:
     request = _read_request(
         fields, served, (prompt,), num_logprobs, names, served.default("max_tokens", None)
     )
+    grammar = read_message_grammar(fields, served, message, tools)
+    sampling = dataclasses.replace(request.sampling, grammar=grammar)
+    request = dataclasses.replace(request, sampling=sampling, message=message)
     if fields.flag("ignore_eos"):
         return request
     ids, texts = _chat_of(served, adapter).ends
-    sampling = dataclasses.replace(request.sampling, stop_ids=(*request.sampling.stop_ids, *ids))
+    sampling = dataclasses.replace(sampling, stop_ids=(*sampling.stop_ids, *ids))
     return dataclasses.replace(request, sampling=sampling, stop=(*request.stop, *texts))
+
+
+def _read_message(
+    fields: BodyFields, served: Served, prompt: tuple[int, ...], tools: Tools | None
+) -> MessageFormat:
+    """Return how the answers to a conversation become messages.
+
+    Args:
+        fields: Fields of the body.
+        served: The model.
+        prompt: Token ids of the conversation.
+        tools: Functions that an answer may call; None without any.
+
+    Raises:
+        HTTPError: There are tools, and the server reads no calls.
+    """
+    form = MessageFormat(
+        reasoning=served.reasoning,
+        has_reasoning=fields.flag("include_reasoning", True),
+        prompt=served.end_of(prompt),
+    )
+    if tools is None:
+        return form
+    if served.tool_parser is None:
+        raise wrong(
+            "tools",
+            f" cannot be called: no parser of calls fits the chat template of {served.name}. Start"
+            f" the server with --tool_parser, one of {', '.join(TOOL_PARSERS)}, or leave them out",
+            "unsupported_field",
+        )
+    calls = CallsFormat(
+        parser=served.tool_parser,
+        names=tools.names,
+        is_parallel=tools.is_parallel,
+        is_spelled=tools.is_required,
+    )
+    return dataclasses.replace(form, calls=calls)
 
 
 def _chat_of(served: Served, adapter: str) -> ChatFormat:
@@ -135,13 +182,16 @@ def _chat_of(served: Served, adapter: str) -> ChatFormat:
     return chat
 
 
-def read_conversation(fields: BodyFields, served: Served, adapter: str) -> tuple[int, ...]:
+def read_conversation(
+    fields: BodyFields, served: Served, adapter: str, tools: Tools | None
+) -> tuple[int, ...]:
     """Return the token ids of the messages of a body, as its fields say how to render them.
 
     Args:
         fields: Fields of the body.
         served: The model.
         adapter: Adapter that answers; empty for the model itself.
+        tools: Functions that an answer may call; None without any.
 
     Raises:
         HTTPError: A field is wrong, or the model has no chat template.
@@ -162,6 +212,7 @@ def read_conversation(fields: BodyFields, served: Served, adapter: str) -> tuple
     return chat.prompt(
         fields.any("messages"),
         variables if effort is None else {"reasoning_effort": effort, **variables},
+        tools=None if tools is None else tools.text,
         add_generation_prompt=adds_prompt,
         is_continued=is_continued,
     )
@@ -276,7 +327,6 @@ def _sampling(fields: BodyFields, served: Served, limit: int, limits: tuple[str,
         "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         "repetition_penalty": fields.number("repetition_penalty", repetition, 1e-3, 1e3),
         "logit_bias": fields.biases("logit_bias", _MOST_BIASES),
-        "grammar": read_grammar(fields, served),
         "min_tokens": _min_tokens(fields, limits, limit),
         "stop_ids": (*eos_ids, *fields.ids("stop_token_ids", _MOST_STOP_IDS)),
         "has_stop": fields.flag("include_stop_str_in_output"),

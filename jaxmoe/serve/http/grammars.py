@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,12 @@ import numpy as np
 from jaxmoe.data.source import token_bytes
 from jaxmoe.generation.text import TextCodec
 from jaxmoe.optional import require
+from jaxmoe.serve.http.tools.call import CallSpelling
+
+_ANSWER = "answer"
+"""Name of a grammar that another one refers to."""
+_CALL_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Spaces within the arguments of calls: those of the filter `tojson` of chat templates."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,6 +117,60 @@ class Grammars:
         lark = " | ".join(json.dumps(text) for text in texts)
         return self._checked(matcher.grammar_from_lark(f"start: {lark}"))
 
+    def calls(
+        self,
+        spelling: CallSpelling,
+        schemas: Mapping[str, Any],
+        *,
+        is_parallel: bool,
+        other: LibraryGrammar | None = None,
+    ) -> LibraryGrammar:
+        """Return the grammar of calls of functions.
+
+        Args:
+            spelling: How calls are spelled.
+            schemas: JSON schema of the arguments of each function.
+            is_parallel: Whether there may be several calls.
+            other: What an answer without calls follows; None where it must call.
+
+        Raises:
+            ValueError: The library does not follow a schema.
+        """
+        rules = []
+        names = [f"call_{number}" for number in range(len(schemas))]
+        for rule, (name, schema) in zip(names, schemas.items(), strict=True):
+            before = _literal(spelling.before_arguments(name))
+            schema = {"type": "object", "x-guidance": _CALL_SPACES, **schema}
+            rules.append(f"{rule}: {before} %json {json.dumps(schema)} {_literal(spelling.after)}")
+        further = f"({_literal(spelling.between)} call)*" if is_parallel else ""
+        rules.append(f"call: {' | '.join(names)}")
+        rules.append(f"calls: {_literal(spelling.begin)} call {further} {_literal(spelling.end)}")
+        start = "start: calls" if other is None else f"start: calls | @{_ANSWER}"
+        return self._before_grammar("\n".join([start, *rules]), other)
+
+    def behind(self, rules: str, other: LibraryGrammar) -> LibraryGrammar:
+        """Return the grammar of an answer that has something else before what a grammar describes.
+
+        Args:
+            rules: Rules of what precedes, whose first is `reasoning`; see
+                `ReasoningParserConfig.lark`.
+            other: What follows.
+        """
+        return self._before_grammar(f"start: reasoning @{_ANSWER}\n{rules}", other)
+
+    def _before_grammar(self, lark: str, other: LibraryGrammar | None) -> LibraryGrammar:
+        """Return a grammar of rules, which may name another grammar `_ANSWER`."""
+        if other is None:
+            return self._checked(lark)
+        grammars = [{"lark_grammar": other.text}]
+        if other.text.startswith("{"):
+            grammars = json.loads(other.text)["grammars"]
+        number = sum(grammar.get("name", "").startswith(_ANSWER) for grammar in grammars)
+        name = f"{_ANSWER}_{number}"
+        grammars[0]["name"] = name
+        lark = lark.replace(f"@{_ANSWER}", f"@{name}", 1)
+        return self._checked(json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]}))
+
     def _checked(self, text: str) -> LibraryGrammar:
         matcher = require("llguidance", "serve").LLMatcher
         is_error, messages = matcher.validate_grammar_with_warnings(text, self._tokens)
@@ -128,6 +188,11 @@ class Grammars:
         wrapper = library.TokenizerWrapper(_Vocabulary(contents, self._vocab_size))
         eos = ends or [self._vocab_size]
         return library.LLTokenizer(wrapper, n_vocab=len(contents), eos_token=eos)
+
+
+def _literal(text: str) -> str:
+    """Return a text as llguidance spells it; nothing for an empty one."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 class _Vocabulary:

@@ -12,13 +12,21 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data import DataError
-from jaxmoe.data.chat import ChatTemplate, read_messages, render
+from jaxmoe.data.chat import (
+    ChatTemplate,
+    ConversationError,
+    first_control,
+    read_messages,
+    render,
+)
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.generation.chat import answer_ends
 from jaxmoe.generation.text import TextCodec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.grammars import Grammars
+from jaxmoe.serve.http.reasoning import NoReasoningConfig, ReasoningParserConfig
+from jaxmoe.serve.http.tools.base import ToolParserConfig
 from jaxmoe.serve.requests import Sampling
 
 _DEFAULTS = {
@@ -30,6 +38,8 @@ _DEFAULTS = {
     "max_new_tokens": "max_tokens",
 }
 """Fields of generation_config.json, and those of a request; the ones that vLLM reads."""
+_END_TOKENS = 64
+"""Tokens of a prompt that hold what a template writes last; a byte may be a token."""
 Route = Callable[[Any], Awaitable[dict[str, Any]]]
 """Takes the JSON value of a body, returns that of the answer; raises HTTPError."""
 
@@ -48,6 +58,7 @@ class ChatFormat:
         messages: object,
         variables: Mapping[str, Any] | None = None,
         *,
+        tools: str | None = None,
         add_generation_prompt: bool = True,
         is_continued: bool = False,
     ) -> tuple[int, ...]:
@@ -56,6 +67,7 @@ class ChatFormat:
         Args:
             messages: JSON value of the field.
             variables: Values by name, for templates that have variables.
+            tools: JSON list of the functions that the answer may call; None without any.
             add_generation_prompt: Whether to end with what comes before an answer.
             is_continued: Whether to end with the content of the last message instead.
 
@@ -63,8 +75,9 @@ class ChatFormat:
             HTTPError: They are no messages, or the template cannot write them.
         """
         try:
-            turns = read_messages(_with_system(messages))
+            turns = read_messages(_with_system(messages), reads_calls=True)
             template = self.template.with_variables(variables) if variables else self.template
+            template = template if tools is None else _with_tools(template, tools, self.tokenizer)
             ids = render(
                 turns,
                 template,
@@ -114,6 +127,23 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     return defaults
 
 
+def _with_tools(template: ChatTemplate, tools: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return a template with functions that an answer may call.
+
+    Raises:
+        HTTPError: The template writes none, or they spell its marks.
+    """
+    try:
+        template = template.with_tools(tools)
+    except ConversationError as error:
+        raise HTTPError(400, f"tools: {error}", param="tools") from error
+    if control := first_control(tools, template, tokenizer):
+        raise wrong(
+            "tools", f" spell {control!r}, which the template would read as control: remove it"
+        )
+    return template
+
+
 def _with_system(messages: object) -> object:
     """Return messages whose role `developer` is `system`, as OpenAI's API reads it."""
     if not isinstance(messages, list):
@@ -144,6 +174,10 @@ class Served:
     """How each adapter reads conversations, by its name; its model is called `<name>:<adapter>`."""
     grammars: Grammars | None = None
     """Makes the grammars of answers; None refuses them."""
+    tool_parser: ToolParserConfig | None = None
+    """How calls in answers are written; None refuses tools."""
+    reasoning: ReasoningParserConfig = dataclasses.field(default_factory=NoReasoningConfig)
+    """How the reasoning of answers is told from their content."""
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Values of fields of the sampling that a request leaves out; see `sampling_defaults`."""
     max_logprobs: int = 0
@@ -213,6 +247,10 @@ class Served:
         if not ids:
             raise wrong(param, " has no token: give more text")
         return ids
+
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """Return the text of the last tokens of a prompt, where a template begins the answer."""
+        return self.codec.decode(np.asarray(prompt[-_END_TOKENS:], np.int32))
 
     def has_text(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with text, behind which an answer is written."""

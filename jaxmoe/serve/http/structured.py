@@ -12,16 +12,17 @@ from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import MissingPackageError
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.fields import BodyFields
-from jaxmoe.serve.http.grammars import Grammars
+from jaxmoe.serve.http.grammars import Grammars, LibraryGrammar
+from jaxmoe.serve.http.messages import MessageFormat
 from jaxmoe.serve.http.served import Served
-from jaxmoe.serve.requests import Grammar
+from jaxmoe.serve.http.tools.request import Tools
 
 _KINDS = ("json", "regex", "choice", "json_object")
 _MOST_CHOICES = 1000
 _OBJECT = {"type": "object"}
 
 
-def read_grammar(fields: BodyFields, served: Served) -> Grammar | None:
+def read_grammar(fields: BodyFields, served: Served) -> LibraryGrammar | None:
     """Return the grammar that a body asks for; None without one.
 
     Args:
@@ -45,6 +46,63 @@ def read_grammar(fields: BodyFields, served: Served) -> Grammar | None:
         raise HTTPError(400, f"{name}: {error}", param=name, code="unsupported_field") from error
     except (TypeError, ValueError) as error:
         raise wrong(name, f" cannot be followed: {error}") from error
+
+
+def read_message_grammar(
+    fields: BodyFields, served: Served, form: MessageFormat, tools: Tools | None
+) -> LibraryGrammar | None:
+    """Return the grammar of a message: of its calls, or of its content; behind its reasoning.
+
+    Args:
+        fields: Fields of the body.
+        served: The model.
+        form: How answers become messages.
+        tools: Functions of the request.
+
+    Raises:
+        HTTPError: A field is wrong, there are several, or the grammar cannot be followed.
+    """
+    grammar = read_grammar(fields, served)
+    if form.calls is not None and tools is not None and (tools.is_required or grammar is not None):
+        if tools.is_required and grammar is not None:
+            field = next(iter(_values(fields)))
+            raise wrong(
+                "tool_choice", f" and {field} both say what the answer is made of: send one"
+            )
+        grammar = _calls_grammar(served, form, tools, grammar)
+    rules = form.reasoning.lark(form.prompt)
+    if grammar is None or not rules or served.grammars is None:
+        return grammar
+    return served.grammars.behind(rules, grammar)
+
+
+def _calls_grammar(
+    served: Served, form: MessageFormat, tools: Tools, other: LibraryGrammar | None
+) -> LibraryGrammar:
+    """Return the grammar of calls of the tools, or of another answer."""
+    assert form.calls is not None  # the caller has looked
+    name = "tool_choice" if tools.is_required else "tools"
+    if served.grammars is None:
+        raise wrong(name, " asks for a grammar, and this server makes none", "unsupported_field")
+    schemas = {name: tools.parameters(name) for name in form.calls.names}
+    spelling = form.calls.parser.spelling
+    try:
+        for path, schema in schemas.values():
+            try:
+                served.grammars.schema(schema)
+            except (TypeError, ValueError) as error:
+                message = f"{path} cannot be followed: {error}"
+                raise HTTPError(400, message, param="tools") from error
+        return served.grammars.calls(
+            spelling,
+            {name: schema for name, (_, schema) in schemas.items()},
+            is_parallel=tools.is_parallel and tools.choice != "named",
+            other=other,
+        )
+    except MissingPackageError as error:
+        raise HTTPError(400, f"{name}: {error}", param=name, code="unsupported_field") from error
+    except ValueError as error:
+        raise wrong("tools", f" cannot be followed: {error}") from error
 
 
 def _values(fields: BodyFields) -> dict[str, tuple[str, Any]]:
@@ -85,7 +143,7 @@ def _response_format(form: Any) -> tuple[str, Any]:
     raise wrong("response_format", ".type must be text, json_object or json_schema")
 
 
-def _grammar(grammars: Grammars, kind: str, value: Any) -> Grammar:
+def _grammar(grammars: Grammars, kind: str, value: Any) -> LibraryGrammar:
     """Return a grammar.
 
     Raises:

@@ -68,7 +68,14 @@ FIELDS: tuple[RequestField, ...] = (
     *_honour(
         TALK,
         messages="roles `system`, `developer` (the same), `user`, `assistant`, `tool`; content is a"
-        " text or a list of text parts, joined by line ends",
+        " text or a list of text parts, joined by line ends; `tool_calls`, `tool_call_id`, `name`"
+        " and `reasoning_content` go to the template",
+        tools="up to 128 functions, which the chat template writes; calls of them are parsed into"
+        " `message.tool_calls`",
+        tool_choice="`none` leaves the tools out of the prompt, `auto`; `required` and a named"
+        " function follow a grammar of calls",
+        parallel_tool_calls="false takes one call of an answer, the first",
+        include_reasoning="false leaves `reasoning_content` out",
         add_generation_prompt="true begins the turn of the answer, which is the default",
         continue_final_message="the answer continues the content of the last message",
         chat_template_kwargs="variables of the chat template of a tokenizer; `chatml` and `plain`"
@@ -131,13 +138,9 @@ FIELDS: tuple[RequestField, ...] = (
         length_penalty="of beam search, which is refused",
         early_stopping="of beam search, which is refused",
         spaces_between_special_tokens="special tokens are not shown",
-        parallel_tool_calls="tools are refused",
     ),
-    *_ignore(
-        TALK,
-        prediction="it makes an answer faster, and changes none",
-        include_reasoning="reasoning is a part of the content",
-    ),
+    *_ignore(TEXT, parallel_tool_calls="a text calls no tools"),
+    *_ignore(TALK, prediction="it makes an answer faster, and changes none"),
     _refuse("allowed_token_ids", "every token may be drawn", []),
     _refuse("bad_words", "every token may be drawn", []),
     _refuse("logits_processors", "code of a client is not run", []),
@@ -159,10 +162,8 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("mm_processor_kwargs", "models here read text alone", {}, routes=TALK),
     _refuse("audio", "models here write text alone", routes=TALK),
     _refuse("modalities", "models here write text alone", ["text"], routes=TALK),
-    _refuse("tools", "calls of tools are not parsed", [], routes=TALK),
-    _refuse("tool_choice", "calls of tools are not parsed", "none", "auto", routes=TALK),
-    _refuse("functions", "calls of tools are not parsed", [], routes=TALK),
-    _refuse("function_call", "calls of tools are not parsed", "none", "auto", routes=TALK),
+    _refuse("functions", "use tools", [], routes=TALK),
+    _refuse("function_call", "use tool_choice", "none", "auto", routes=TALK),
     _refuse("verbosity", "how much a model writes is not set", "medium", routes=TALK),
     _refuse("web_search_options", "nothing is searched", routes=TALK),
 )

@@ -19,6 +19,7 @@ from jaxmoe.serve.http.asked import read_conversation
 from jaxmoe.serve.http.errors import wrong
 from jaxmoe.serve.http.fields import BodyFields
 from jaxmoe.serve.http.served import Served
+from jaxmoe.serve.http.tools.request import read_tools
 
 _RENDERING = (
     "messages",
@@ -26,6 +27,8 @@ _RENDERING = (
     "continue_final_message",
     "chat_template_kwargs",
     "reasoning_effort",
+    "tools",
+    "tool_choice",
 )
 _TOKENIZE = ("model", "prompt", "add_special_tokens", "return_token_strs", *_RENDERING)
 _DETOKENIZE = ("model", "tokens")
@@ -55,7 +58,7 @@ def tokenize(body: Any, served: Served) -> dict[str, Any]:
             "unsupported_field",
         )
     if is_chat:
-        ids = read_conversation(fields, served, adapter)
+        ids = read_conversation(fields, served, adapter, read_tools(fields))
     else:
         text = fields.text("prompt")
         ids = served.encode(text, "prompt") if text else ()
