@@ -116,6 +116,8 @@ def serving(
     eos_ids=(),
     defaults=None,
     grammars=None,
+    tool_parser=None,
+    reasoning=None,
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
@@ -126,7 +128,8 @@ def serving(
     engine = (make_engine or Engine)(executor, config, codec=codec)
     given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given |= {"has_experts": has_experts, "eos_ids": eos_ids, "defaults": defaults or {}}
-    given["grammars"] = grammars
+    given |= {"grammars": grammars, "tool_parser": tool_parser}
+    given |= {} if reasoning is None else {"reasoning": reasoning}
     further = {} if routes is None else routes(engine)
     served = Served(name="speller", engine=engine, routes=further, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))

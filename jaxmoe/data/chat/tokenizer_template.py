@@ -56,6 +56,8 @@ class TokenizerTemplate:
     """JSON object of further values by name, which the template may read."""
     tools: str = "null"
     """JSON list of functions that an answer may call; null without any."""
+    source_with_tools: str = ""
+    """Text of the template `tool_use`, which is taken with tools; empty without one."""
 
     @property
     def end(self) -> ChatPiece | None:
@@ -100,12 +102,13 @@ class TokenizerTemplate:
 
     def with_tools(self, tools: str) -> TokenizerTemplate:
         """Return the template with functions that an answer may call."""
-        if "tools" not in self.source:
+        source = self.source_with_tools or self.source
+        if "tools" not in source:
             raise ConversationError(
                 f"the chat template of {self.where} writes no tools: take a model that was made for"
                 " calls, or leave tools out"
             )
-        return dataclasses.replace(self, tools=tools)
+        return dataclasses.replace(self, source=source, tools=tools)
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return all special tokens, because text and control are one piece."""
@@ -151,12 +154,12 @@ def _message_values(message: Message) -> dict[str, Any]:
             }
             for call in message.calls
         ]
-    further = {
+    optional = {
         "tool_call_id": message.call_id,
         "name": message.name,
         "reasoning_content": message.reasoning,
     }
-    return values | {name: text for name, text in further.items() if text}
+    return values | {name: text for name, text in optional.items() if text}
 
 
 def read_template(place: pathlib.Path) -> TokenizerTemplate:
@@ -176,7 +179,11 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
         )
     special = _special_tokens(_object(place / SPECIAL)) | _special_tokens(settings)
     template = TokenizerTemplate(
-        source, tuple(sorted(special.items())), str(where), _end_ids(place)
+        source,
+        tuple(sorted(special.items())),
+        str(where),
+        _end_ids(place),
+        source_with_tools=_source(place, "tool_use")[0] or "",
     )
     _compile_programs(template.source, template.where)
     return template
@@ -194,20 +201,27 @@ def has_template(place: pathlib.Path) -> bool:
     return isinstance(_source(place)[0], str)
 
 
-def _source(place: pathlib.Path) -> tuple[Any, dict[str, Any], pathlib.Path]:
-    """Return the text of the template, if there is one, the settings, and the template's file."""
+def _source(place: pathlib.Path, name: str = "default") -> tuple[Any, dict[str, Any], pathlib.Path]:
+    """Return the text of the template, if there is one, the settings, and the template's file.
+
+    Args:
+        place: Directory of the tokenizer.
+        name: Which of several templates; one alone has the name `default`.
+    """
     settings = _object(place / SETTINGS)
     source = _read(place / JINJA)
     where = place / (SETTINGS if source is None else JINJA)
     if source is None:
         source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
-        defaults = [
+        matches = [
             template
             for template in source
-            if isinstance(template, dict) and template.get("name") == "default"
+            if isinstance(template, dict) and template.get("name") == name
         ]
-        source = defaults[0].get("template") if defaults else None
+        source = matches[0].get("template") if matches else None
+    elif name != "default":
+        source = None
     return source, settings, where
 
 

@@ -249,14 +249,13 @@ class Form(abc.ABC):
         choice.spelled.add(bytes_of_tokens[generated.token])
         return bytes_of_tokens
 
+    @abc.abstractmethod
     def _reason(self, choice: AnswerChoice, ending: Ended) -> str:
         """Return why an answer ended."""
-        del choice
-        return ending.reason
 
+    @abc.abstractmethod
     def _parts(self, choice: AnswerChoice, new: str) -> list[dict[str, Any]]:
         """Return what the chunks of a part of an answer say of its text."""
-        return [self._part(choice, new)] if new else []
 
     @abc.abstractmethod
     def _whole(self, choice: AnswerChoice) -> dict[str, Any]:
@@ -282,6 +281,12 @@ class CompletionForm(Form):
 
     def _part(self, choice: AnswerChoice, new: str) -> dict[str, Any]:
         return {"text": new}
+
+    def _parts(self, choice: AnswerChoice, new: str) -> list[dict[str, Any]]:
+        return [self._part(choice, new)] if new else []
+
+    def _reason(self, choice: AnswerChoice, ending: Ended) -> str:
+        return ending.reason
 
     def _logprobs(self, choice: AnswerChoice, tokens: Sequence[Generated]) -> dict[str, Any]:
         texts = []

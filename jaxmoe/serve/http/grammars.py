@@ -123,7 +123,7 @@ class Grammars:
         schemas: Mapping[str, Any],
         *,
         is_parallel: bool,
-        other: LibraryGrammar | None = None,
+        answer: LibraryGrammar | None = None,
     ) -> LibraryGrammar:
         """Return the grammar of calls of functions.
 
@@ -131,7 +131,7 @@ class Grammars:
             spelling: How calls are spelled.
             schemas: JSON schema of the arguments of each function.
             is_parallel: Whether there may be several calls.
-            other: What an answer without calls follows; None where it must call.
+            answer: What an answer without calls follows; None where it must call.
 
         Raises:
             ValueError: The library does not follow a schema.
@@ -142,29 +142,29 @@ class Grammars:
             before = _literal(spelling.before_arguments(name))
             schema = {"type": "object", "x-guidance": _CALL_SPACES, **schema}
             rules.append(f"{rule}: {before} %json {json.dumps(schema)} {_literal(spelling.after)}")
-        further = f"({_literal(spelling.between)} call)*" if is_parallel else ""
+        repeats = f"({_literal(spelling.between)} call)*" if is_parallel else ""
         rules.append(f"call: {' | '.join(names)}")
-        rules.append(f"calls: {_literal(spelling.begin)} call {further} {_literal(spelling.end)}")
-        start = "start: calls" if other is None else f"start: calls | @{_ANSWER}"
-        return self._before_grammar("\n".join([start, *rules]), other)
+        rules.append(f"calls: {_literal(spelling.begin)} call {repeats} {_literal(spelling.end)}")
+        start = "start: calls" if answer is None else f"start: calls | @{_ANSWER}"
+        return self._before_grammar("\n".join([start, *rules]), answer)
 
-    def behind(self, rules: str, other: LibraryGrammar) -> LibraryGrammar:
+    def behind(self, rules: str, answer: LibraryGrammar) -> LibraryGrammar:
         """Return the grammar of an answer that has something else before what a grammar describes.
 
         Args:
             rules: Rules of what precedes, whose first is `reasoning`; see
                 `ReasoningParserConfig.lark`.
-            other: What follows.
+            answer: What follows.
         """
-        return self._before_grammar(f"start: reasoning @{_ANSWER}\n{rules}", other)
+        return self._before_grammar(f"start: reasoning @{_ANSWER}\n{rules}", answer)
 
-    def _before_grammar(self, lark: str, other: LibraryGrammar | None) -> LibraryGrammar:
+    def _before_grammar(self, lark: str, answer: LibraryGrammar | None) -> LibraryGrammar:
         """Return a grammar of rules, which may name another grammar `_ANSWER`."""
-        if other is None:
+        if answer is None:
             return self._checked(lark)
-        grammars = [{"lark_grammar": other.text}]
-        if other.text.startswith("{"):
-            grammars = json.loads(other.text)["grammars"]
+        grammars = [{"lark_grammar": answer.text}]
+        if answer.text.startswith("{"):
+            grammars = json.loads(answer.text)["grammars"]
         number = sum(grammar.get("name", "").startswith(_ANSWER) for grammar in grammars)
         name = f"{_ANSWER}_{number}"
         grammars[0]["name"] = name

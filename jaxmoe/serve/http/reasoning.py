@@ -103,8 +103,8 @@ class ThinkStream(PlainStream):
             self._text = behind
             return [("reasoning", text.rstrip())] if text.strip() else []
         sizes = range(min(len(self._closing) - 1, len(text)), 0, -1)
-        held = next((size for size in sizes if text.endswith(self._closing[:size])), 0)
-        certain = text if is_whole else text[: len(text) - held].rstrip()
+        overlap = next((size for size in sizes if text.endswith(self._closing[:size])), 0)
+        certain = text if is_whole else text[: len(text) - overlap].rstrip()
         self._text = text[len(certain) :]
         certain = certain.rstrip()
         return [("reasoning", certain)] if certain else []
@@ -115,7 +115,7 @@ class ReasoningParserConfig(abc.ABC):
     """How the reasoning of an answer is told from its content."""
 
     name: ClassVar[str]
-    marks: ClassVar[tuple[str, ...]] = ()
+    marks: ClassVar[tuple[str, ...]]
     """Texts around reasoning, which a tokenizer may have as special tokens."""
 
     @abc.abstractmethod
@@ -143,6 +143,7 @@ class NoReasoningConfig(ReasoningParserConfig):
     """None: the whole answer is content."""
 
     name: ClassVar[str] = "none"
+    marks: ClassVar[tuple[str, ...]] = ()
 
     def stream(self, prompt: str) -> PlainStream:
         """Return what passes all text on."""

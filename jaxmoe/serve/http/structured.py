@@ -77,7 +77,7 @@ def read_message_grammar(
 
 
 def _calls_grammar(
-    served: Served, form: MessageFormat, tools: Tools, other: LibraryGrammar | None
+    served: Served, form: MessageFormat, tools: Tools, answer: LibraryGrammar | None
 ) -> LibraryGrammar:
     """Return the grammar of calls of the tools, or of another answer."""
     assert form.calls is not None  # the caller has looked
@@ -97,7 +97,7 @@ def _calls_grammar(
             spelling,
             {name: schema for name, (_, schema) in schemas.items()},
             is_parallel=tools.is_parallel and tools.choice != "named",
-            other=other,
+            answer=answer,
         )
     except MissingPackageError as error:
         raise HTTPError(400, f"{name}: {error}", param=name, code="unsupported_field") from error

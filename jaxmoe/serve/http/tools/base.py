@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import ClassVar
 
-from jaxmoe.serve.http.tools.call import Call, CallSpelling, MessagePart, call_parts, new_id
-from jaxmoe.serve.http.tools.reader import Incomplete, JsonSpan, NoCall, Reader
+from jaxmoe.serve.http.tools.call import CallSpelling, FunctionCall, MessagePart, call_parts, new_id
+from jaxmoe.serve.http.tools.reader import CallReader, Incomplete, JsonSpan, NoCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +24,12 @@ class ToolParserConfig(abc.ABC):
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
-    """Texts around calls, which a tokenizer may have as special tokens; calls begin with one of the
-    first `num_openings`."""
-    num_openings: ClassVar[int] = 1
+    """Texts around calls, which a tokenizer may have as special tokens."""
+    openings: ClassVar[tuple[str, ...]]
+    """Texts with which a call begins."""
+    blank_openings: ClassVar[tuple[str, ...]]
+    """Texts of one character with which it begins where nothing but whitespace stands between it
+    and the begin of the answer, or the call before."""
     spelling: ClassVar[CallSpelling]
     """How calls are spelled where a request asks for them."""
 
@@ -39,36 +42,17 @@ class ToolParserConfig(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, reader: Reader, names: Collection[str]) -> tuple[Call, ...]:
+    def read(self, reader: CallReader, names: Collection[str]) -> tuple[FunctionCall, ...]:
         """Return the calls at the begin of a text, and move the reader behind them.
 
         Args:
-            reader: Text from a place that `opening` returned.
+            reader: Text from an opening on.
             names: Functions that may be called.
 
         Raises:
             Incomplete: The text so far does not say.
             NoCall: There is no call.
         """
-
-    def opening(self, text: str, *, is_whole: bool, is_blank: bool) -> int:
-        """Return the first place at which a call may begin; the length of the text without any.
-
-        Args:
-            text: Text from some place of the answer on.
-            is_whole: Whether no text follows; otherwise a mark may have begun at its end.
-            is_blank: Whether nothing but whitespace precedes the text, or follows the call before.
-        """
-        del is_blank
-        openings = self.marks[: self.num_openings]
-        places = [place for mark in openings if (place := text.find(mark)) >= 0]
-        if not is_whole:
-            places += [len(text) - _overlap(text, mark) for mark in openings]
-        return min(places, default=len(text))
-
-    def new_id(self) -> str:
-        """Return an id of a call, as templates of the family take it."""
-        return f"call_{new_id()}"
 
     def stream(self, names: Collection[str], *, is_parallel: bool = True) -> CallStream:
         """Return what reads one answer part by part.
@@ -129,12 +113,12 @@ class CallStream:
 
     def _advance(self, *, is_whole: bool) -> Iterator[MessagePart]:
         while self._text:
-            place = self._parser.opening(self._text, is_whole=is_whole, is_blank=self._is_blank)
+            place = self._opening(is_whole=is_whole)
             yield from self._content(self._text[:place])
             self._forget(place)
             if not self._text:
                 return
-            reader = Reader(self._text, self._spans, is_whole=is_whole)
+            reader = CallReader(self._text, self._spans, is_whole=is_whole)
             try:
                 calls = self._parser.read(reader, self._names)
             except Incomplete:
@@ -147,8 +131,20 @@ class CallStream:
             self._is_blank = True
             for call in calls:
                 if self._is_parallel or not self._count:
-                    yield from call_parts(call, self._count, self._parser.new_id())
+                    yield from call_parts(call, self._count, new_id())
                 self._count += 1
+
+    def _opening(self, *, is_whole: bool) -> int:
+        """Return the first place at which a call may begin; the length of the text without any."""
+        text = self._text
+        openings = self._parser.openings
+        places = [place for mark in openings if (place := text.find(mark)) >= 0]
+        if not is_whole:
+            places += [len(text) - _overlap(text, mark) for mark in openings]
+        start = len(text) - len(text.lstrip())
+        if self._is_blank and text[start:].startswith(self._parser.blank_openings):
+            places.append(start)
+        return min(places, default=len(text))
 
     def _forget(self, count: int) -> None:
         """Leave out the first characters of the text."""
@@ -208,7 +204,7 @@ class SpelledStream:
                 if self._span is not None:
                     return
             spelling = self._parser.spelling
-            reader = Reader(self._text, {}, is_whole=is_whole)
+            reader = CallReader(self._text, {}, is_whole=is_whole)
             try:
                 if self._count:
                     reader.take(spelling.after)
@@ -218,12 +214,12 @@ class SpelledStream:
                 name = self._name(reader)
             except (Incomplete, NoCall):
                 return
-            yield MessagePart(call=self._count, id=self._parser.new_id(), name=name)
+            yield MessagePart(call=self._count, id=new_id(), name=name)
             self._text = self._text[reader.place :]
             self._span = JsonSpan(0)
             self._num_sent = 0
 
-    def _name(self, reader: Reader) -> str:
+    def _name(self, reader: CallReader) -> str:
         """Return the function whose call begins here; no begin of a call begins another."""
         is_incomplete = False
         for before, name in self._before.items():

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import string
 from collections.abc import Iterator
+
+_CHARACTERS = string.ascii_letters + string.digits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """A call of a function."""
 
     name: str
@@ -61,16 +64,12 @@ class CallSpelling:
         return self.before.replace("NAME", name)
 
 
-def new_id(length: int = 24) -> str:
-    """Return an id of a call.
-
-    Args:
-        length: Digits.
-    """
-    return secrets.token_hex((length + 1) // 2)[:length]
+def new_id() -> str:
+    """Return an id of a call: nine letters and digits, as the chat templates of Mistral ask."""
+    return "".join(secrets.choice(_CHARACTERS) for _ in range(9))
 
 
-def call_parts(call: Call, number: int, identifier: str) -> Iterator[MessagePart]:
+def call_parts(call: FunctionCall, number: int, identifier: str) -> Iterator[MessagePart]:
     """Yield the parts of a whole call: its name, and its arguments.
 
     Args:

@@ -13,8 +13,8 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from jaxmoe.serve.http.tools.base import ToolParserConfig
-from jaxmoe.serve.http.tools.call import Call, CallSpelling
-from jaxmoe.serve.http.tools.reader import NoCall, Reader, read_object
+from jaxmoe.serve.http.tools.call import CallSpelling, FunctionCall
+from jaxmoe.serve.http.tools.reader import CallReader, NoCall, read_object
 
 _BEGIN = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -31,7 +31,8 @@ class DeepSeekV3Config(ToolParserConfig):
 
     name: ClassVar[str] = "deepseek_v3"
     marks: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
-    num_openings: ClassVar[int] = 2
+    openings: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL)
+    blank_openings: ClassVar[tuple[str, ...]] = ()
     spelling: ClassVar[CallSpelling] = CallSpelling(
         begin=_BEGIN,
         before=f"{_CALL}function{_SEPARATOR}NAME\n{_FENCE}json\n",
@@ -44,7 +45,7 @@ class DeepSeekV3Config(ToolParserConfig):
         """Return whether it has the marks, and blocks of code."""
         return _BEGIN in template and f"{_FENCE}json" in template
 
-    def read(self, reader: Reader, names: Collection[str]) -> tuple[Call, ...]:
+    def read(self, reader: CallReader, names: Collection[str]) -> tuple[FunctionCall, ...]:
         """Return one call, with the marks of all where it is the first or the last."""
         if reader.accepts(_BEGIN):
             reader.skip_space()
@@ -71,7 +72,7 @@ class DeepSeekV3Config(ToolParserConfig):
         reader.skip_space()
         if not reader.accepts(_END):
             reader.place = place
-        return (Call(name, arguments),)
+        return (FunctionCall(name, arguments),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

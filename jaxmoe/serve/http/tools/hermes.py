@@ -14,8 +14,8 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from jaxmoe.serve.http.tools.base import ToolParserConfig
-from jaxmoe.serve.http.tools.call import Call, CallSpelling
-from jaxmoe.serve.http.tools.reader import Reader, read_calls
+from jaxmoe.serve.http.tools.call import CallSpelling, FunctionCall
+from jaxmoe.serve.http.tools.reader import CallReader, read_calls
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -27,6 +27,8 @@ class HermesConfig(ToolParserConfig):
 
     name: ClassVar[str] = "hermes"
     marks: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
+    openings: ClassVar[tuple[str, ...]] = (_OPEN,)
+    blank_openings: ClassVar[tuple[str, ...]] = ()
     spelling: ClassVar[CallSpelling] = CallSpelling(
         before=f'{_OPEN}\n{{"name": "NAME", "arguments": ',
         after=f"}}\n{_CLOSE}",
@@ -38,7 +40,7 @@ class HermesConfig(ToolParserConfig):
         is_other = "<function=" in template or "<arg_key>" in template
         return _OPEN in template and "arguments" in template and not is_other
 
-    def read(self, reader: Reader, names: Collection[str]) -> tuple[Call, ...]:
+    def read(self, reader: CallReader, names: Collection[str]) -> tuple[FunctionCall, ...]:
         """Return one call."""
         reader.take(_OPEN)
         reader.skip_space()

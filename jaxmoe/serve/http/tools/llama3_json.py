@@ -12,8 +12,8 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from jaxmoe.serve.http.tools.base import ToolParserConfig
-from jaxmoe.serve.http.tools.call import Call, CallSpelling
-from jaxmoe.serve.http.tools.reader import Reader, read_calls
+from jaxmoe.serve.http.tools.call import CallSpelling, FunctionCall
+from jaxmoe.serve.http.tools.reader import CallReader, read_calls
 
 _MARK = "<|python_tag|>"
 
@@ -24,6 +24,8 @@ class Llama3JsonConfig(ToolParserConfig):
 
     name: ClassVar[str] = "llama3_json"
     marks: ClassVar[tuple[str, ...]] = (_MARK,)
+    openings: ClassVar[tuple[str, ...]] = (_MARK,)
+    blank_openings: ClassVar[tuple[str, ...]] = ("{", ";")
     spelling: ClassVar[CallSpelling] = CallSpelling(
         before='{"name": "NAME", "parameters": ', after="}", between="; "
     )
@@ -32,14 +34,7 @@ class Llama3JsonConfig(ToolParserConfig):
         """Return whether it asks for a name and parameters, as Llama 3.1 does."""
         return '"parameters": dictionary of argument name' in template.replace("\\", "")
 
-    def opening(self, text: str, *, is_whole: bool, is_blank: bool) -> int:
-        """Return the first bracket of the answer, or the place of the mark."""
-        # Not super(): a dataclass with slots is created twice.
-        place = ToolParserConfig.opening(self, text, is_whole=is_whole, is_blank=is_blank)
-        start = len(text) - len(text.lstrip())
-        return min(place, start) if is_blank and text[start:].startswith(("{", ";")) else place
-
-    def read(self, reader: Reader, names: Collection[str]) -> tuple[Call, ...]:
+    def read(self, reader: CallReader, names: Collection[str]) -> tuple[FunctionCall, ...]:
         """Return one call, behind the semicolon that follows another."""
         if reader.accepts(";"):
             reader.skip_space()

@@ -13,14 +13,12 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from jaxmoe.serve.http.tools.base import ToolParserConfig
-from jaxmoe.serve.http.tools.call import Call, CallSpelling, new_id
-from jaxmoe.serve.http.tools.reader import NoCall, Reader, read_calls, read_object
+from jaxmoe.serve.http.tools.call import CallSpelling, FunctionCall
+from jaxmoe.serve.http.tools.reader import CallReader, NoCall, read_calls, read_object
 
 _MARK = "[TOOL_CALLS]"
 _ARGUMENTS = "[ARGS]"
 _ID = "[CALL_ID]"
-_ID_LENGTH = 9
-"""Letters and digits of an id, which the chat templates check."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +27,8 @@ class MistralConfig(ToolParserConfig):
 
     name: ClassVar[str] = "mistral"
     marks: ClassVar[tuple[str, ...]] = (_MARK, _ARGUMENTS, _ID)
+    openings: ClassVar[tuple[str, ...]] = (_MARK,)
+    blank_openings: ClassVar[tuple[str, ...]] = ()
     spelling: ClassVar[CallSpelling] = CallSpelling(
         begin=f"{_MARK} [",
         before='{"name": "NAME", "arguments": ',
@@ -41,11 +41,7 @@ class MistralConfig(ToolParserConfig):
         """Return whether it has the mark."""
         return _MARK in template
 
-    def new_id(self) -> str:
-        """Return nine letters and digits."""
-        return new_id(_ID_LENGTH)
-
-    def read(self, reader: Reader, names: Collection[str]) -> tuple[Call, ...]:
+    def read(self, reader: CallReader, names: Collection[str]) -> tuple[FunctionCall, ...]:
         """Return the calls of a list, or one call."""
         reader.take(_MARK)
         reader.skip_space()
@@ -60,4 +56,4 @@ class MistralConfig(ToolParserConfig):
         arguments = read_object(reader.take_json("{"))
         if name not in names:
             raise NoCall
-        return (Call(name, arguments),)
+        return (FunctionCall(name, arguments),)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from jaxmoe.json_bounds import parse_json
-from jaxmoe.serve.http.tools.call import Call
+from jaxmoe.serve.http.tools.call import FunctionCall
 
 _PLAIN = re.compile(r"[\s0-9a-z.,:+E-]*")
 """What stands between the brackets and strings of JSON."""
@@ -76,7 +76,7 @@ class JsonSpan:
         return self._end
 
 
-class Reader:
+class CallReader:
     """Reads a text from its begin; `place` is how far."""
 
     def __init__(self, text: str, spans: dict[int, JsonSpan], *, is_whole: bool):
@@ -183,7 +183,7 @@ class Reader:
         return self.text[start:end]
 
 
-def read_calls(text: str, names: Collection[str]) -> tuple[Call, ...]:
+def read_calls(text: str, names: Collection[str]) -> tuple[FunctionCall, ...]:
     """Return the calls of an object with a name and arguments, or of a list of such objects.
 
     Args:
@@ -195,7 +195,7 @@ def read_calls(text: str, names: Collection[str]) -> tuple[Call, ...]:
     """
     if not text.startswith("["):
         return (_read_call(text, names),)
-    _parsed(text)
+    _parse(text)
     calls = []
     place = _after_space(text, 1)
     while text[place] != "]":
@@ -217,24 +217,24 @@ def read_object(text: str) -> str:
     Raises:
         NoCall: It is no object.
     """
-    value = _parsed(text)
+    value = _parse(text)
     if isinstance(value, str):
         text = value
-        value = _parsed(text)
+        value = _parse(text)
     if not isinstance(value, dict):
         raise NoCall
     return text.strip()
 
 
-def _read_call(text: str, names: Collection[str]) -> Call:
+def _read_call(text: str, names: Collection[str]) -> FunctionCall:
     """Return the call of an object."""
-    value = _parsed(text)
+    value = _parse(text)
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or name not in names:
         raise NoCall
     members = _members(text)
     arguments = members.get("arguments", members.get("parameters", "{}"))
-    return Call(name, read_object("{}" if arguments == "null" else arguments))
+    return FunctionCall(name, read_object("{}" if arguments == "null" else arguments))
 
 
 def _members(text: str) -> dict[str, str]:
@@ -256,7 +256,7 @@ def _after_space(text: str, place: int) -> int:
     return match.end() if match else place
 
 
-def _parsed(text: str) -> object:
+def _parse(text: str) -> object:
     try:
         return parse_json(text)
     except ValueError as error:

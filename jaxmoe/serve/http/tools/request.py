@@ -26,7 +26,7 @@ class Tools:
     """The functions, as the request describes them."""
     choice: Literal["none", "auto", "required", "named"]
     """Whether an answer calls them: never, as it likes, always, or one of them once."""
-    named: str = ""
+    function: str = ""
     """Function that is called, with `named`."""
     is_parallel: bool = True
     """Whether an answer may call several."""
@@ -40,7 +40,7 @@ class Tools:
     def names(self) -> tuple[str, ...]:
         """Functions that an answer may call."""
         names = tuple(tool["function"]["name"] for tool in self.value)
-        return (self.named,) if self.choice == "named" else names
+        return (self.function,) if self.choice == "named" else names
 
     @property
     def text(self) -> str:
@@ -88,15 +88,15 @@ def read_tools(fields: BodyFields) -> Tools | None:
         if choice not in (None, "none", "auto"):
             raise wrong("tool_choice", f"={choice!r} asks for a call, and the request has no tools")
         return None
-    kind, named = _read_choice("auto" if choice is None else choice)
-    if kind == "named" and named not in places:
+    kind, function = _read_choice("auto" if choice is None else choice)
+    if kind == "named" and function not in places:
         raise _wrong(
             "tool_choice.function.name",
-            f"={named!r} is none of the tools: {', '.join(map(repr, places))}",
+            f"={function!r} is none of the tools: {', '.join(map(repr, places))}",
         )
     if kind == "none":
         return None
-    return Tools(value=tuple(tools), choice=kind, named=named, is_parallel=is_parallel)
+    return Tools(value=tuple(tools), choice=kind, function=function, is_parallel=is_parallel)
 
 
 def _check_tool(tool: Any, path: str) -> str:

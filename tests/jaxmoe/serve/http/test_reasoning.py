@@ -1,0 +1,86 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning told from content, with tags that the template or the model opens."""
+
+import itertools
+import json
+import re
+
+import openai
+import pytest
+
+from jaxmoe.serve.http.messages import MessageFormat, MessageStream, whole_message
+from jaxmoe.serve.http.reasoning import REASONING_PARSERS, ThinkTagsConfig
+from tests.support.endpoint import Speller, serving
+
+THINK = ThinkTagsConfig()
+TALK = [{"role": "user", "content": "hi"}]
+ROWS = {
+    "none": [("", "<think>a</think>b", None, "<think>a</think>b")],
+    "think_tags": [
+        ("", "<think>\na b\n</think>\n\nc d", "a b", "c d"),
+        ("<think>\n", "a b\n</think>\n\nc d\n", "a b", "c d\n"),
+        ("<think>", "<think>a</think>b", "a", "b"),
+        ("<think>\n", "a <think> b", "a <think> b", None),
+        ("<think>\n", "\n</think>\nb", None, "b"),
+        ("<think>\n\n</think>\n\n", "<think>a</think>b", None, "<think>a</think>b"),
+        ("", "b</think>c", None, "b</think>c"),
+        ("", " <thin", None, " <thin"),
+        ("", "<think>a</thi", "a</thi", None),
+        ("", "", None, ""),
+        ("", "  ", None, "  "),
+    ],
+}
+CASES = [(name, *row) for name, rows in ROWS.items() for row in rows]
+
+
+def test_every_parser_has_rows():
+    assert ROWS.keys() == {*REASONING_PARSERS}
+
+
+@pytest.mark.parametrize(("name", "prompt", "answer", "reasoning", "content"), CASES)
+def test_reasoning_and_content_of_every_cut(name, prompt, answer, reasoning, content):
+    form = MessageFormat(reasoning=REASONING_PARSERS[name](), prompt=prompt)
+    places = range(len(answer) + 1)
+    for start, end in itertools.combinations_with_replacement(places, 2):
+        stream = MessageStream(form)
+        for part in (answer[:start], answer[start:end], answer[end:]):
+            stream.add(part, is_last=False)
+        stream.add("", is_last=True)
+        message = whole_message(stream.parts)
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+def test_the_message_of_a_server_has_reasoning_content():
+    answer = "<think>\nso it is\n</think>\n\nyes"
+    with (
+        serving(Speller(answer=answer.encode()), reasoning=THINK) as (address, _, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        body = {"model": "speller", "messages": TALK, "max_tokens": len(answer)}
+        choice = client.chat.completions.create(**body).choices[0]
+        assert choice.message.content == "yes" and choice.finish_reason == "length"
+        assert choice.message.reasoning_content == "so it is"
+        parts = [
+            part.choices[0].delta for part in client.chat.completions.create(**body, stream=True)
+        ]
+        thoughts = [getattr(part, "reasoning_content", None) or "" for part in parts]
+        assert "".join(thoughts) == "so it is" and sum(map(bool, thoughts)) > 1
+        assert "".join(part.content or "" for part in parts) == "yes"
+        assert not any(
+            part.content and thought for part, thought in zip(parts, thoughts, strict=True)
+        )
+        body["extra_body"] = {"include_reasoning": False}
+        message = client.chat.completions.create(**body).choices[0].message
+        assert message.content == "yes" and not hasattr(message, "reasoning_content")
+        parts = client.chat.completions.create(**body, stream=True)
+        assert not any(hasattr(part.choices[0].delta, "reasoning_content") for part in parts)
+
+
+@pytest.mark.parametrize("prompt", ["", "<think>\n", "<think></think>\n"])
+def test_a_grammar_of_reasoning_begins_as_the_prompt_ends(prompt):
+    rules = THINK.lark(prompt)
+    assert bool(rules) == ("</think>" not in prompt)
+    assert ("?" in rules.partition("\n")[0]) == (not prompt)
+    assert json.dumps(THINK.opening) in rules or prompt
+    assert not rules or re.search(r"^thoughts\[lazy\]: ", rules, re.MULTILINE)
