@@ -3,6 +3,7 @@
 """Routes of the endpoint, an ASGI application of starlette.
 
     POST /v1/completions  /v1/chat/completions      as OpenAI's clients speak to them
+    POST /v1/responses                              a conversation, in OpenAI's newer form
     POST /tokenize  /detokenize                     as vLLM answers them
     GET  /v1/models  /v1/models/NAME                what it serves
     GET  /health  /metrics                          readiness, numbers for Prometheus
@@ -33,6 +34,8 @@ from jaxmoe.serve.http.answered import AnswerChoice, ChatForm, CompletionForm, F
 from jaxmoe.serve.http.asked import Asked, read_chat, read_completion
 from jaxmoe.serve.http.errors import HTTPError
 from jaxmoe.serve.http.prometheus import prometheus_text
+from jaxmoe.serve.http.response_events import ResponseStream
+from jaxmoe.serve.http.responses import read_response
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.http.streams import Answers, failure
 from jaxmoe.serve.http.tokens import detokenize, tokenize
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
+_UNCACHED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +97,7 @@ class Endpoint:
             routes=[
                 route("/v1/completions", self._completions, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
+                route("/v1/responses", self._responses_of, "POST"),
                 route("/tokenize", self._tokenize, "POST"),
                 route("/detokenize", self._detokenize, "POST"),
                 *(route(path, self._further(path), "POST") for path in served.routes),
@@ -164,6 +169,26 @@ class Endpoint:
     async def _chat(self, request: Any) -> Any:
         completion = read_chat(await self._body(request), self._served)
         return await self._answer(request, completion, ChatForm(self._served, completion))
+
+    async def _responses_of(self, request: Any) -> Any:
+        """Answer /v1/responses, whole or as a stream of events."""
+        completion, echo = read_response(await self._body(request), self._served)
+        response = ResponseStream(completion, echo)
+        answers = Answers(self._served.engine, completion)
+        watch = asyncio.create_task(_cancel_when_gone(request, answers))
+        try:
+            await answers.begin()
+            events = _response_events(answers, response)
+            if not completion.is_streamed:
+                whole = [event async for event in events][-1]["response"]
+        finally:
+            watch.cancel()
+        if completion.is_streamed:
+            body = _named_events(events)
+            return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=_UNCACHED)
+        if whole["error"] is not None:
+            raise HTTPError(500, whole["error"]["message"], code="engine_error")
+        return self._json(whole)
 
     async def _tokenize(self, request: Any) -> Any:
         return self._json(tokenize(await self._body(request), self._served))
@@ -241,8 +266,7 @@ class Endpoint:
             watch.cancel()
         if completion.is_streamed:
             body = _stream(answers, choices, completion, form)
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=headers)
+            return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=_UNCACHED)
         ends = [choice.ended for choice in choices if choice.ended is not None]
         return self._json(form.whole(choices, usage(ends, completion.number)))
 
@@ -384,6 +408,32 @@ async def _stream(
         yield "data: [DONE]\n\n"
     finally:
         answers.cancel()
+
+
+async def _response_events(
+    answers: Answers, response: ResponseStream
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a response; a client that goes away ends the answer."""
+    try:
+        for value in response.begin():
+            yield value
+        async for _, event in answers:
+            if isinstance(event, Ended) and event.reason in ("refused", "error"):
+                yield response.fail(failure(event))
+                return
+            values = (
+                response.finish(event) if isinstance(event, Ended) else response.add(event.text)
+            )
+            for value in values:
+                yield value
+    finally:
+        answers.cancel()
+
+
+async def _named_events(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    """Yield events with their names, as server-sent events have them."""
+    async for value in events:
+        yield f"event: {value['type']}\n{_event(value)}"
 
 
 def _event(value: Any) -> str:

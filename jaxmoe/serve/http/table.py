@@ -22,10 +22,12 @@ from jaxmoe.serve.http.errors import wrong
 
 logger = logging.getLogger(__name__)
 
-RouteName = Literal["completions", "chat/completions"]
+RouteName = Literal["completions", "chat/completions", "responses"]
 BOTH: tuple[RouteName, ...] = ("completions", "chat/completions")
 TEXT: tuple[RouteName, ...] = ("completions",)
 TALK: tuple[RouteName, ...] = ("chat/completions",)
+RESPONSES: tuple[RouteName, ...] = ("responses",)
+ROUTES = (*BOTH, *RESPONSES)
 _MOST_WARNINGS = 100
 """Unknown fields that the log names."""
 
@@ -166,10 +168,52 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("function_call", "use tool_choice", "none", "auto", routes=TALK),
     _refuse("verbosity", "how much a model writes is not set", "medium", routes=TALK),
     _refuse("web_search_options", "nothing is searched", routes=TALK),
+    *_honour(
+        RESPONSES,
+        model="the model, or `MODEL:ADAPTER`",
+        input="a text, or items: messages, `function_call`, `function_call_output`; `reasoning` of"
+        " earlier turns is left out",
+        instructions="a message of the system before the others",
+        max_output_tokens="tokens of the answer at most, clipped to the room",
+        temperature="0 takes the most likely token",
+        top_p="filter of the sampling",
+        seed="as in a conversation",
+        user="names the session of the request, for policies",
+        stream="events `response.*`",
+        tools="functions, with the fields of `function` of a conversation beside `type`",
+        tool_choice="`none`, `auto`, `required`, or a function by its name",
+        parallel_tool_calls="false takes one call of an answer, the first",
+        text="`format` is the `response_format` of a conversation",
+        reasoning="`effort` is a variable of the chat template",
+    ),
+    *_ignore(
+        RESPONSES,
+        service_tier="there is one tier",
+        metadata="nothing is stored",
+        store="nothing is stored",
+        prompt_cache_key="equal beginnings are shared without a key",
+        prompt_cache_retention="the pool decides",
+        prompt_cache_options="the pool decides",
+        safety_identifier="no user is reported",
+        moderation="nothing is moderated",
+        stream_options="events have no padding",
+        access_programs="there are no programs",
+    ),
+    _refuse("background", "an answer is waited for", False, routes=RESPONSES),
+    _refuse("background_options", "an answer is waited for", {}, routes=RESPONSES),
+    _refuse("context_management", "a prompt is taken whole", [], routes=RESPONSES),
+    _refuse("conversation", "nothing is stored: send all turns", routes=RESPONSES),
+    _refuse("previous_response_id", "nothing is stored: send all turns", routes=RESPONSES),
+    _refuse("prompt", "no prompts are stored: send input", routes=RESPONSES),
+    _refuse("image", "models here write text alone", routes=RESPONSES),
+    _refuse("include", "a response has no further parts", [], routes=RESPONSES),
+    _refuse("max_tool_calls", "no tools are built in", routes=RESPONSES),
+    _refuse("top_logprobs", "use /v1/chat/completions", 0, routes=RESPONSES),
+    _refuse("truncation", "a prompt is taken whole", "disabled", routes=RESPONSES),
 )
 """Fields of all requests."""
 _BY_ROUTE = {
-    route: {field.name: field for field in FIELDS if route in field.routes} for route in BOTH
+    route: {field.name: field for field in FIELDS if route in field.routes} for route in ROUTES
 }
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 """Fields of `stream_options` that are honoured; others are ignored."""
@@ -210,7 +254,9 @@ def honoured_fields(values: Mapping[str, Any], route: RouteName) -> dict[str, An
 
 def _check_foreign(name: str, value: Any, route: RouteName) -> None:
     """Refuse a field of the other route, and log one that no route has."""
-    field = next((field for field in FIELDS if field.name == name), None)
+    fields = FIELDS if route in BOTH else ()
+    matches = (field for field in fields if field.name == name and field.routes != RESPONSES)
+    field = next(matches, None)
     if field is None:
         if name not in _warnings and len(_warnings) < _MOST_WARNINGS:
             hint = closest(name, honoured_names(route))

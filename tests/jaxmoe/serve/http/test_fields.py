@@ -17,6 +17,7 @@ TALK = [{"role": "user", "content": "hi"}]
 BODIES = {
     "completions": {"model": "speller", "prompt": "a", "max_tokens": 2, "seed": 0},
     "chat/completions": {"model": "speller", "messages": TALK, "max_tokens": 2, "seed": 0},
+    "responses": {"model": "speller", "input": "hi", "max_output_tokens": 2, "seed": 0},
 }
 REFUSED_VALUES = {"add_special_tokens": {"completions": False, "chat/completions": True}}
 """Values that ask for something, where 3 and "x" do not."""
@@ -34,13 +35,21 @@ def client():
 
 def _create(client, route, body):
     """Send a body through the official client, which passes its own fields and further ones on."""
-    api = client.completions if route == "completions" else client.chat.completions
-    needed = {name: body[name] for name in BODIES[route] if name in ("model", "prompt", "messages")}
+    api = _api(client, route)
+    needed = ("model", "prompt", "messages", "input")
+    needed = {name: body[name] for name in BODIES[route] if name in needed}
     extra = {name: value for name, value in body.items() if name not in needed}
     return api.create(**needed, extra_body=extra)
 
 
+def _api(client, route):
+    apis = {"completions": client.completions, "responses": client.responses}
+    return apis.get(route, client.chat.completions)
+
+
 def _text(answer):
+    if hasattr(answer, "output_text"):
+        return answer.output_text
     choice = answer.choices[0]
     return choice.text if hasattr(choice, "text") else choice.message.content
 
@@ -75,10 +84,8 @@ def test_a_refused_field_is_named_and_taken_where_it_asks_for_nothing(client, fi
 
 def test_every_parameter_of_the_official_client_has_a_row(client):
     own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-    for route, api in (
-        ("completions", client.completions),
-        ("chat/completions", client.chat.completions),
-    ):
+    for route in table.ROUTES:
+        api = _api(client, route)
         names = {field.name for field in table.FIELDS if route in field.routes}
         assert inspect.signature(api.create).parameters.keys() - own <= names
 

@@ -1,0 +1,158 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/responses through OpenAI's client: items, events, what maps onto a conversation."""
+
+import json
+
+import openai
+import pytest
+
+from jaxmoe.serve.http.reasoning import ThinkTagsConfig
+from jaxmoe.serve.http.responses import _messages
+from tests.jaxmoe.serve.http.test_tools import (
+    ADD,
+    CHAT,
+    END,
+    FIND,
+    FORM,
+    HERMES,
+    Long,
+    _chance_client,
+    _check_arguments,
+    _tool,
+)
+from tests.support.endpoint import serving
+
+ANSWER = (
+    '<think>so</think>I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    '<tool_call>{"name": "find", "arguments": {}}</tool_call> Done.'
+)
+TOOLS = [
+    {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
+    for name in ("add", "find")
+]
+BODY = {"model": "speller", "input": "hi", "max_output_tokens": len(ANSWER)}
+
+
+@pytest.fixture(scope="module")
+def client():
+    options = {"chat": CHAT, "tool_parser": HERMES, "reasoning": ThinkTagsConfig()}
+    speller = Long(answer=[*ANSWER.encode(), END])
+    with (
+        serving(speller, eos_ids=(END,), **options) as (address, _, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made,
+    ):
+        yield made
+
+
+def _plain(response):
+    """Return the fields of a response that do not differ between two."""
+    items = []
+    for item in response.output:
+        fields = item.model_dump(exclude_none=True)
+        assert fields.pop("id")
+        fields.pop("call_id", None)
+        items.append(fields)
+    usage = (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens)
+    return items, response.status, usage
+
+
+def test_a_response_has_items_in_their_order(client):
+    body = BODY | {"max_output_tokens": 300}
+    response = client.responses.create(**body, tools=TOOLS, instructions="be short")
+    kinds = [item.type for item in response.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call", "message"]
+    reasoning, message, first, second, last = response.output
+    assert reasoning.content[0].text == "so" and message.content[0].text == "I add."
+    assert (first.name, json.loads(first.arguments)) == ("add", {"a": 1})
+    assert second.name == "find" and first.call_id != second.call_id
+    assert last.content[0].text.strip() == "Done." and response.output_text.startswith("I add.")
+    assert response.status == "completed" and response.error is None
+    assert response.instructions == "be short" and len(response.tools) == 2
+    assert response.usage.output_tokens == len(ANSWER) + 1
+    text = client.responses.create(**body).output
+    assert [item.type for item in text] == ["reasoning", "message"]
+    assert text[1].content[0].text == ANSWER.partition("</think>")[2]
+
+
+@pytest.mark.parametrize("limit", [300, 40, 3])
+def test_events_join_to_the_whole_response(client, limit):
+    body = BODY | {"max_output_tokens": limit, "tools": TOOLS}
+    whole = client.responses.create(**body)
+    events = list(client.responses.create(**body, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == f"response.{whole.status}"
+    assert _plain(events[-1].response) == _plain(whole)
+    if limit == 40:
+        assert whole.status == "incomplete"
+        assert whole.incomplete_details.reason == "max_output_tokens"
+    texts = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            texts[event.output_index] = texts.get(event.output_index, "") + event.delta
+    for number, item in enumerate(whole.output):
+        text = item.arguments if item.type == "function_call" else item.content[0].text
+        assert texts.get(number, "") == text
+    added = [event for event in events if event.type == "response.output_item.added"]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert len(added) == len(done) == len(whole.output)
+    assert [event.item.id for event in added] == [event.item.id for event in done]
+    if whole.status == "completed":  # the helper of the client waits for that
+        with client.responses.stream(**body) as stream:
+            assert _plain(stream.get_final_response())[1:] == _plain(whole)[1:]
+            assert stream.get_final_response().output_text == whole.output_text
+
+
+def test_items_become_messages():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    spoken = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+    question = {"type": "message", "role": "user", "content": "q"}
+    written = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "3"}
+    assert _messages([question, {"type": "reasoning"}, call, call, output]) == [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [written, written]},
+        result,
+    ]
+    assert _messages([spoken, call]) == [{**spoken, "tool_calls": [written]}]
+    assert _messages("q") == [{"role": "user", "content": "q"}]
+
+
+def test_a_forced_function_and_a_format_follow_grammars():
+    tools = [
+        tool["function"] | {"type": "function"} for tool in (_tool("add", ADD), _tool("find", FIND))
+    ]
+    form = {"format": FORM["json_schema"] | {"type": "json_schema"}}
+    body = BODY | {"max_output_tokens": 200}
+    with (
+        _chance_client(tool_parser=HERMES) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        choice = {"type": "function", "name": "find"}
+        (call,) = client.responses.create(**body, tools=tools, tool_choice=choice).output
+        assert call.name == "find"
+        _check_arguments("find", call.arguments)
+        assert json.loads(client.responses.create(**body, text=form).output_text) in ("yes", 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"input": None}, "input must be a text, or a list of items", "input"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type='computer_call' is not", "input"),
+        ({"input": [{"role": "dog", "content": ""}]}, "has the role 'dog'", "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type='web_search' is not", "tools"),
+        ({"tool_choice": "required"}, "the request has no tools", "tool_choice"),
+        ({"text": "x"}, "text must be an object with 'format'", "text"),
+        ({"text": {"format": {"type": "xml"}}}, "must be text, json_object or", "text"),
+        ({"max_output_tokens": 0}, "max_output_tokens=0 must be an integer", "max_output_tokens"),
+        ({"previous_response_id": "resp_1"}, "nothing is stored: send all", "previous_response_id"),
+    ],
+    ids=str,
+)
+def test_what_a_response_cannot_be_made_of_is_refused_by_its_field(client, fields, message, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**BODY | {"extra_body": fields})
+    assert message in caught.value.body["message"] and caught.value.param == param
