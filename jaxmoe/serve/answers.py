@@ -34,6 +34,8 @@ class Generated:
     """Most likely ids and their log-probabilities, as many as were asked for."""
     prompt: tuple[PromptScore, ...] | None = None
     """Scores of the tokens of the prompt behind its first, with the first token if asked for."""
+    embedding: Any = None
+    """Hidden state [D] of the last token of the prompt, with the first token if asked for."""
     experts: Any = None
     """Experts [tokens L K] of the tokens before this one that no earlier event had, if asked for;
     see `Result.experts`."""

@@ -93,6 +93,8 @@ class Sampling:
     scores no prompt."""
     has_experts: bool = False
     """Whether the chosen experts of prompt and answer are returned; see `Result.experts`."""
+    has_embedding: bool = False
+    """Whether the hidden state of the last token of the prompt is returned."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -253,6 +255,9 @@ class Result:
     prompt: tuple[PromptScore, ...] | None = None
     """Scores of the tokens of the prompt, if asked for: of a step those of its positions, of the
     first token of an answer those of the whole prompt."""
+    embedding: Any = None
+    """Hidden state [D] behind the final norm of the last token of the prompt, with the first token
+    if asked for."""
     ending: EndReason | None = None
     """Why the answer ends with this token beyond stop ids and limits: its grammar is complete
     (stop), or cannot go on (error)."""

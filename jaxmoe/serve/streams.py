@@ -78,6 +78,7 @@ class AnswerStream:
                 alternatives=result.alternatives,
                 prompt=result.prompt,
                 experts=result.experts,
+                embedding=result.embedding,
             )
         )
         return self._text.is_stopped

@@ -51,6 +51,7 @@ class Speller:
         self.seconds, self.answer, self.fails = seconds, answer, False
         self.top, self.largest = top, largest
         self.adapters = set()
+        self.embeds = True
 
     def facts(self, *, max_waiting):
         return Facts(
@@ -73,7 +74,11 @@ class Speller:
         self.adapters |= {work.adapter for work in step.works}
         return {
             work.id: Result(
-                self._next(work), -0.5, self.top[: work.sampling.num_logprobs], self._experts(work)
+                self._next(work),
+                -0.5,
+                self.top[: work.sampling.num_logprobs],
+                self._experts(work),
+                embedding=np.array([3.0, len(work.tokens)]) if self.embeds else None,
             )
             for work in (*step.singles, *step.pieces)
             if work.draws

@@ -129,6 +129,11 @@ class DiffusionExecutor:
                 " after the other, and a masked-diffusion model fills them in in any order: leave"
                 " them out"
             )
+        if sampling.has_embedding:
+            raise ValueError(
+                "has_embedding asks for a hidden state, which a masked-diffusion model changes with"
+                " each step: serve a model that writes from left to right"
+            )
         if sampling.has_experts:
             raise ValueError(
                 "has_experts asks for the chosen experts, which change with each step of a"

@@ -200,6 +200,7 @@ class ModelExecutor:
             inputs, placed = self._inputs(step, StepShape(pieces, length))
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
             scores = self._scores(outputs, placed)
+            embeddings = _embeddings(outputs, placed)
             outputs = self._drawn_again(outputs, inputs, placed)
             fetched, scores = jax.device_get((outputs._replace(logits=None, hidden=None), scores))
         if fetched.load is not None:
@@ -213,6 +214,8 @@ class ModelExecutor:
             if work.draws:
                 experts = self._experts.read(work)
                 result = result_of(fetched, work, row, experts, prompt)
+                if work.id in embeddings:
+                    result = dataclasses.replace(result, embedding=embeddings[work.id])
                 results[work.id] = self._matchers.ending(work, result)
             elif num_scored(work):
                 results[work.id] = Result(-1, prompt=prompt)
@@ -442,3 +445,16 @@ class ModelExecutor:
 
 
 _EMPTY = EngineStep(singles=(), pieces=())
+
+
+def _embeddings(outputs: StepOutputs, placed: Sequence[PlacedWork]) -> dict[int, np.ndarray]:
+    """Return the hidden states [D] of the last tokens of prompts, of requests that ask for them."""
+    places = {
+        work.id: first + len(work.tokens) - 1
+        for work, _, first in placed
+        if work.draws and not work.index and work.sampling.has_embedding
+    }
+    if not places:
+        return {}
+    hidden = np.asarray(jax.device_get(outputs.hidden), np.float32)
+    return {number: hidden[0, place] for number, place in places.items()}

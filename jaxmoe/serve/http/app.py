@@ -4,6 +4,7 @@
 
     POST /v1/completions  /v1/chat/completions      as OpenAI's clients speak to them
     POST /v1/responses                              a conversation, in OpenAI's newer form
+    POST /v1/embeddings                             hidden states of texts
     POST /tokenize  /detokenize                     as vLLM answers them
     GET  /v1/models  /v1/models/NAME                what it serves
     GET  /health  /metrics                          readiness, numbers for Prometheus
@@ -31,7 +32,8 @@ from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
 from jaxmoe.serve.answers import Ended
 from jaxmoe.serve.http.answered import AnswerChoice, ChatForm, CompletionForm, Form, usage
-from jaxmoe.serve.http.asked import Asked, read_chat, read_completion
+from jaxmoe.serve.http.asked import Asked, read_chat, read_completion, read_embedding
+from jaxmoe.serve.http.embeddings import embed
 from jaxmoe.serve.http.errors import HTTPError
 from jaxmoe.serve.http.prometheus import prometheus_text
 from jaxmoe.serve.http.response_events import ResponseStream
@@ -98,6 +100,7 @@ class Endpoint:
                 route("/v1/completions", self._completions, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
                 route("/v1/responses", self._responses_of, "POST"),
+                route("/v1/embeddings", self._embeddings, "POST"),
                 route("/tokenize", self._tokenize, "POST"),
                 route("/detokenize", self._detokenize, "POST"),
                 *(route(path, self._further(path), "POST") for path in served.routes),
@@ -189,6 +192,16 @@ class Endpoint:
         if whole["error"] is not None:
             raise HTTPError(500, whole["error"]["message"], code="engine_error")
         return self._json(whole)
+
+    async def _embeddings(self, request: Any) -> Any:
+        completion = read_embedding(await self._body(request), self._served)
+        answers = Answers(self._served.engine, completion)
+        watch = asyncio.create_task(_cancel_when_gone(request, answers))
+        try:
+            await answers.begin()
+            return self._json(await embed(answers, completion))
+        finally:
+            watch.cancel()
 
     async def _tokenize(self, request: Any) -> Any:
         return self._json(tokenize(await self._body(request), self._served))

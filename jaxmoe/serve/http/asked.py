@@ -61,6 +61,8 @@ class Asked:
     """Whether the ids of prompt and answer are sent."""
     given: dict[str, Any]
     """Further arguments of `Engine.submit`."""
+    is_packed: bool = False
+    """Whether an embedding is the base64 of its bytes."""
     message: MessageFormat | None = None
     """How an answer becomes a message; None where it is text."""
 
@@ -93,6 +95,26 @@ def read_completion(body: Any, served: Served) -> Asked:
         number = max(most, request.num_prompt_logprobs or 0)
         sampling = dataclasses.replace(sampling, num_prompt_logprobs=number)
     return dataclasses.replace(request, sampling=sampling)
+
+
+def read_embedding(body: Any, served: Served) -> Asked:
+    """Return what a body of /v1/embeddings asks for.
+
+    Args:
+        body: JSON value.
+        served: The model.
+
+    Raises:
+        HTTPError: A field is wrong or not computed.
+    """
+    fields = _body_fields(body, "embeddings")
+    prompts = _prompts(fields.any("input"), served, "input")
+    request = _read_request(fields, served, prompts, None, (), default=1)
+    sampling = dataclasses.replace(request.sampling, has_embedding=True)
+    form = fields.text("encoding_format", "float")
+    if form not in ("float", "base64"):
+        raise wrong("encoding_format", f"={form!r} must be float or base64")
+    return dataclasses.replace(request, sampling=sampling, is_packed=form == "base64")
 
 
 def read_chat(body: Any, served: Served) -> Asked:
@@ -224,21 +246,21 @@ def _body_fields(body: Any, route: RouteName) -> BodyFields:
     return BodyFields(values, honoured_names(route))
 
 
-def _prompts(value: Any, served: Served) -> tuple[tuple[int, ...], ...]:
+def _prompts(value: Any, served: Served, name: str = "prompt") -> tuple[tuple[int, ...], ...]:
     """Return the ids of a text, of ids, or of a list of either."""
     is_several = isinstance(value, list) and value and isinstance(value[0], str | list)
     several = value if is_several else [value]
     if len(several) > _MOST_PROMPTS:
-        raise wrong("prompt", f" has {len(several)} prompts, at most {_MOST_PROMPTS} are taken")
-    return tuple(_prompt(item, served) for item in several)
+        raise wrong(name, f" has {len(several)} prompts, at most {_MOST_PROMPTS} are taken")
+    return tuple(_prompt(item, served, name) for item in several)
 
 
-def _prompt(value: Any, served: Served) -> tuple[int, ...]:
+def _prompt(value: Any, served: Served, name: str) -> tuple[int, ...]:
     if isinstance(value, str):
-        return served.encode(value, "prompt")
+        return served.encode(value, name)
     is_ids = isinstance(value, list) and all(type(token) is int for token in value)
     if not is_ids or not value:
-        raise wrong("prompt", " must be a text, token ids, or a list of either, none empty")
+        raise wrong(name, " must be a text, token ids, or a list of either, none empty")
     return tuple(value)
 
 

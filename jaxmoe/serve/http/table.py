@@ -22,12 +22,13 @@ from jaxmoe.serve.http.errors import wrong
 
 logger = logging.getLogger(__name__)
 
-RouteName = Literal["completions", "chat/completions", "responses"]
+RouteName = Literal["completions", "chat/completions", "responses", "embeddings"]
 BOTH: tuple[RouteName, ...] = ("completions", "chat/completions")
 TEXT: tuple[RouteName, ...] = ("completions",)
 TALK: tuple[RouteName, ...] = ("chat/completions",)
 RESPONSES: tuple[RouteName, ...] = ("responses",)
-ROUTES = (*BOTH, *RESPONSES)
+EMBEDDINGS: tuple[RouteName, ...] = ("embeddings",)
+ROUTES = (*BOTH, *RESPONSES, *EMBEDDINGS)
 _MOST_WARNINGS = 100
 """Unknown fields that the log names."""
 
@@ -210,6 +211,14 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("max_tool_calls", "no tools are built in", routes=RESPONSES),
     _refuse("top_logprobs", "use /v1/chat/completions", 0, routes=RESPONSES),
     _refuse("truncation", "a prompt is taken whole", "disabled", routes=RESPONSES),
+    *_honour(
+        EMBEDDINGS,
+        model="the model, or `MODEL:ADAPTER`",
+        input="a text, token ids, or a list of either",
+        encoding_format="`float` or `base64`",
+        user="names the session of the request, for policies",
+    ),
+    _refuse("dimensions", "a vector has the width of the model", routes=EMBEDDINGS),
 )
 """Fields of all requests."""
 _BY_ROUTE = {
@@ -255,7 +264,7 @@ def honoured_fields(values: Mapping[str, Any], route: RouteName) -> dict[str, An
 def _check_foreign(name: str, value: Any, route: RouteName) -> None:
     """Refuse a field of the other route, and log one that no route has."""
     fields = FIELDS if route in BOTH else ()
-    matches = (field for field in fields if field.name == name and field.routes != RESPONSES)
+    matches = (field for field in fields if field.name == name and {*field.routes} & {*BOTH})
     field = next(matches, None)
     if field is None:
         if name not in _warnings and len(_warnings) < _MOST_WARNINGS:

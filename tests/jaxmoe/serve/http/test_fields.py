@@ -17,6 +17,7 @@ TALK = [{"role": "user", "content": "hi"}]
 BODIES = {
     "completions": {"model": "speller", "prompt": "a", "max_tokens": 2, "seed": 0},
     "chat/completions": {"model": "speller", "messages": TALK, "max_tokens": 2, "seed": 0},
+    "embeddings": {"model": "speller", "input": "hi"},
     "responses": {"model": "speller", "input": "hi", "max_output_tokens": 2, "seed": 0},
 }
 REFUSED_VALUES = {"add_special_tokens": {"completions": False, "chat/completions": True}}
@@ -43,11 +44,18 @@ def _create(client, route, body):
 
 
 def _api(client, route):
-    apis = {"completions": client.completions, "responses": client.responses}
-    return apis.get(route, client.chat.completions)
+    apis = {
+        "completions": client.completions,
+        "chat/completions": client.chat.completions,
+        "responses": client.responses,
+        "embeddings": client.embeddings,
+    }
+    return apis[route]
 
 
 def _text(answer):
+    if hasattr(answer, "data"):
+        return str(answer.data[0].embedding)
     if hasattr(answer, "output_text"):
         return answer.output_text
     choice = answer.choices[0]
