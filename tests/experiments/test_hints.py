@@ -92,6 +92,7 @@ WORDS = {
         data_parallel_size: --engine.instances
         api_key: the key is the environment variable JAXMOE_API_KEY
         served_model_name: --name
+        tool_call_parser: --tool_parser
         lora_modules: --adapters NAME=RUN
         chat_template: --template
         quantization: convert the run first: python -m experiments.checkpoint convert --help

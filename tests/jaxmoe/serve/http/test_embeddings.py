@@ -31,7 +31,7 @@ def _expected():
 
 
 def test_an_embedding_is_the_hidden_state_of_the_last_token():
-    """Of a whole pass; a prompt in pieces, and one whose begin is in the pool, are as alone."""
+    """Equal to a whole pass, also in pieces and where the begin of a prompt is in the pool."""
     with serving(executor()) as (address, _, _), _client(address) as client:
         expected = _expected()
         for _ in range(2):

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.serve import ServeConfig
+from jaxmoe.data.chat.built_in import ChatML
 from jaxmoe.data.chat.tokenizer_template import TokenizerTemplate
+from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.run import serving
 from jaxmoe.serve.http.messages import CallsFormat, MessageFormat, MessageStream, whole_message
 from jaxmoe.serve.http.reasoning import NoReasoningConfig, ThinkTagsConfig
+from jaxmoe.serve.http.served import ChatFormat
 from jaxmoe.serve.http.tools import TOOL_PARSERS, fitting_parser
 
 NAMES = ("add", "find-it")
@@ -223,3 +228,19 @@ def test_the_parser_fits_the_marks_of_a_template(name):
 )
 def test_no_parser_fits_a_template_with_other_marks(source):
     assert fitting_parser(TokenizerTemplate(source, (), "here")) is None
+
+
+def test_a_server_takes_the_parser_that_it_is_told_of_or_that_fits():
+    template = TokenizerTemplate(TEMPLATES["mistral"], (), "here")
+    chat = ChatFormat(template=template, tokenizer=ByteTokenizer())
+    names = {"auto": "mistral", "hermes": "hermes"}
+    for name, expected in names.items():
+        assert serving._tool_parser(name, chat) == PARSERS[expected]
+    assert serving._tool_parser("none", chat) is None is serving._tool_parser("auto", None)
+    plain = ChatFormat(template=ChatML(), tokenizer=ByteTokenizer())
+    assert serving._tool_parser("auto", plain) is None
+    for kind in ("tool_parser", "reasoning_parser"):
+        for config in (serving.ServedCheckpoint, ServeConfig):
+            path = {"path": "x"} if config is serving.ServedCheckpoint else {}
+            with pytest.raises(ValueError, match=f"{kind} .*'hermez'"):
+                config(**path, **{kind: "hermez"})
