@@ -141,6 +141,8 @@ REGISTRIES = {
         "granitemoe",
         "deepseek_v2",
         "glm4_moe_lite",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

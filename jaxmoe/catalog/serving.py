@@ -214,6 +214,11 @@ _FAMILY: Final = {
     "granitemoe": (f"{_GROUPED}.granitemoe:GraniteMoeFamily", "Granite 3 with experts."),
     "deepseek_v2": (f"{_LATENT}.deepseek_v2:DeepseekV2Family", "DeepSeek-V2."),
     "glm4_moe_lite": (f"{_LATENT}.glm4_moe_lite:Glm4MoeLiteFamily", "GLM-4.7-Flash."),
+    "granitemoeshared": (
+        f"{_GROUPED}.granitemoeshared:GraniteMoeSharedFamily",
+        "Granite 3 with experts and a shared one.",
+    ),
+    "hunyuan_v1_moe": (f"{_GROUPED}.hunyuan_v1_moe:HunyuanMoeFamily", "Hunyuan-A13B."),
 }
 
 BASES: Final = {

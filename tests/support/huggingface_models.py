@@ -215,6 +215,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
         "rope_interleave": True,
     },
+    "granitemoeshared": {
+        **_SIZES,
+        **_rope(65.0),
+        "model_type": "granitemoeshared",
+        "num_local_experts": 5,
+        "shared_intermediate_size": 14,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.2,
+        "router_aux_loss_coef": 0.1,
+    },
+    "hunyuan_v1_moe": {
+        **_SIZES,
+        **_rope(75.0),
+        "model_type": "hunyuan_v1_moe",
+        "num_experts": 5,
+        "head_dim": 8,
+        "attention_bias": True,
+    },
 }
 
 
@@ -318,7 +338,8 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         mlp = block.replace("block_sparse_moe", "mlp")
         state[f"{mlp}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         state[f"{mlp}.experts.down_proj"] = down
-        state[f"{mlp}.gate.weight"] = state.pop(f"{block}.gate.weight")
+        if f"{block}.gate.weight" in state:
+            state[f"{mlp}.gate.weight"] = state.pop(f"{block}.gate.weight")
     return state
 
 
@@ -336,8 +357,9 @@ def build(config: dict[str, Any]) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_gain = parameter.ndim == 1
+            is_gain = is_gain and not name.endswith("_proj.bias")
             values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
-            if name.endswith(("gate.weight", "router.weight")):
+            if name.endswith(("gate.weight", "router.weight", "gate.wg.weight")):
                 values *= 0.3  # an uneven router, yet one without certainty
             parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
         for name, buffer in model.named_buffers():

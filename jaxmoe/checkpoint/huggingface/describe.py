@@ -21,6 +21,7 @@ from jaxmoe.checkpoint.huggingface.ropes import rope_fields
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
 from jaxmoe.layers.context import heads_of
+from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.models.config import MixerBase, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
@@ -98,6 +99,16 @@ def multiplier_fields(model: ModelConfig) -> dict[str, Any]:
         "logits_scaling": float(f"{1.0 / factors.logits:.12g}"),  # it was divided once before
         "attention_multiplier": model.attention.head_dim**-0.5 if scale is None else scale,
     }
+
+
+def bias_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the field of the biases of attention.
+
+    Args:
+        model: Model in its normal form.
+    """
+    attention: Any = model.attention
+    return {"attention_bias": attention.extras.has_bias}
 
 
 def layer_types_of(model: ModelConfig) -> dict[str, Any]:
@@ -241,8 +252,23 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
     capacity = model.moe.capacity
     if capacity is not None and capacity.traits.is_for_training:
         capacity = None
-    moe = dataclasses.replace(model.moe, balancers=(), router=router, capacity=capacity)
+    moe = dataclasses.replace(
+        model.moe, balancers=(), router=router, capacity=capacity, **_shared_branch(model.moe)
+    )
     return dataclasses.replace(model, moe=moe)
+
+
+def _shared_branch(moe: MoEConfig) -> dict[str, Any]:
+    """Return the fields of the shared branch, whose width may be written in two ways."""
+    units = moe.num_shared_units
+    if not units:
+        return {}
+    is_multiple = units % moe.expert_dim == 0
+    options = dataclasses.replace(moe.extras, shared_dim=None if is_multiple else units)
+    return {
+        "num_shared_experts": units // moe.expert_dim if is_multiple else 1,
+        "options": None if options == MoEOptions() else options,
+    }
 
 
 def _mixer_of_inference(mixer: Any) -> Any:

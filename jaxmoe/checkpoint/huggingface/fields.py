@@ -40,8 +40,9 @@ _IGNORED: Final = frozenset(
     " _attn_implementation _attn_implementation_autoset attn_implementation"
     " _experts_implementation experts_implementation initializer_range max_position_embeddings"
     " max_window_layers output_router_logits output_attentions output_hidden_states return_dict"
-    " pad_token_id bos_token_id eos_token_id chunk_size_feed_forward problem_type id2label label2id"
-    " pretraining_tp quantization_config rope_parameters rope_scaling rope_theta model_type".split()
+    " pad_token_id bos_token_id eos_token_id sep_token_id eod_token_id chunk_size_feed_forward"
+    " problem_type id2label label2id pretraining_tp quantization_config rope_parameters"
+    " rope_scaling rope_theta model_type".split()
 )
 
 

@@ -284,6 +284,16 @@ def grouped_attention(
     )
 
 
+def biased_options(fields: Fields) -> AttentionOptions:
+    """Return the options of attention in which attention_bias is about all four projections.
+
+    Args:
+        fields: Fields of a config.
+    """
+    has_bias = fields.get("attention_bias", default=False)
+    return AttentionOptions(has_bias=has_bias, has_output_bias=has_bias)
+
+
 def multipliers(fields: Fields) -> ForwardMultipliers:
     """Return the multipliers of Granite.
 

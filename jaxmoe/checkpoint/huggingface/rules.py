@@ -53,6 +53,9 @@ ATTENTION = (*NORMS, *PROJECTIONS)
 QK_NORM = tuple(
     rule(f"attention/{name}", f"self_attn.{name}.weight") for name in ("q_norm", "k_norm")
 )
+ATTENTION_BIASES = tuple(
+    rule(f"attention/{name}_bias", f"self_attn.{name}_proj.bias", layout="flat") for name in "qkvo"
+)
 LATENT_ATTENTION = (
     *NORMS,
     *(

@@ -54,6 +54,10 @@ def _is_token(value: Any) -> bool:
     return type(value) is int and abs(value) <= MAX_SIZE
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MAX_SIZE
+
+
 _RULES: Final = (
     _integer(1, MAX_LAYERS, "num_hidden_layers"),
     _integer(0, MAX_LAYERS, "num_nextn_predict_layers num_mtp_layers first_k_dense_replace"),
@@ -64,13 +68,13 @@ _RULES: Final = (
     _integer(
         1,
         MAX_SIZE,
-        "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads"
+        "vocab_size hidden_size intermediate_size num_attention_heads"
         " num_key_value_heads head_dim qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
         " kv_lora_rank q_lora_rank n_shared_experts n_group topk_group max_position_embeddings"
-        " shared_intermediate_size mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
+        " mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
         " mamba_n_groups mamba_chunk_size",
     ),
-    _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step"),
+    _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step shared_intermediate_size"),
     _SizeRule(
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,
@@ -106,6 +110,11 @@ _RULES: Final = (
         "an object", lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling jaxmoe"
     ),
     _SizeRule(
+        f"an integer above 0 and at most {MAX_SIZE}, or a list of them",
+        lambda value: all(map(_is_size, value if isinstance(value, list) else [value])),
+        "moe_intermediate_size moe_topk num_shared_expert",
+    ),
+    _SizeRule(
         "a list of layers",
         lambda value: isinstance(value, list | tuple) and all(type(i) is int for i in value),
         "mlp_only_layers",
@@ -122,7 +131,7 @@ _OF_ROPE: Final = (
         "0 or a number from 1e-9 to 1e12",
         lambda value: type(value) in (int, float) and (value == 0 or 1e-9 <= value <= 1e12),
         "rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale"
-        " mscale_all_dim partial_rotary_factor",
+        " mscale_all_dim partial_rotary_factor alpha",
     ),
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

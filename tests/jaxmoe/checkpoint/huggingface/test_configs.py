@@ -11,6 +11,7 @@ import pytest
 from jaxmoe.checkpoint import from_huggingface
 from jaxmoe.checkpoint.huggingface.families.own import family_of
 from jaxmoe.checkpoint.huggingface.family import FAMILIES
+from jaxmoe.checkpoint.huggingface.validation import check_fields
 from jaxmoe.models.config import LatentAttentionConfig, YarnConfig
 from jaxmoe.models.presets import PRESETS
 from jaxmoe.routing import RenormalizedGateConfig
@@ -265,6 +266,21 @@ def test_deepseek_fields_of_its_authors():
     assert parameter_table(model).total == pytest.approx(15.96e9, rel=1e-3)
 
 
+def test_alpha_of_hunyuan_is_another_base():
+    """In both spellings, with numbers for each layer as its authors write them."""
+    config = CONFIGS["hunyuan_v1_moe"]
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
+    per_layer = {"moe_topk": [2, 2], "num_shared_expert": [1, 1], "moe_intermediate_size": [10, 10]}
+    old = {"rope_theta": 40.0, "rope_scaling": scaling} | per_layer
+    old |= {name: config[name] for name in config if name not in ("rope_parameters", *old)}
+    del old["num_experts_per_tok"]
+    new = config | {"rope_parameters": scaling | {"rope_type": "dynamic", "rope_theta": 40.0}}
+    wanted = FAMILIES["hunyuan_v1_moe"]().model(new)
+    assert wanted.attention.rope_theta == pytest.approx(40.0 * 1000.0 ** (8 / 6))
+    check_fields(old)
+    assert FAMILIES["hunyuan_v1_moe"]().model(old) == wanted
+
+
 def test_deepseek_v3_has_671_billion_parameters():
     """The sizes of its config.json; 37 billion of them are active (arXiv 2412.19437, abstract)."""
     config = {
@@ -383,6 +399,12 @@ REFUSED = [
         "mamba_n_heads=6 heads of mamba_d_head=8 must be mamba_expand * hidden_size = 72 channels",
     ),
     ("granitemoehybrid", {"attention_bias": True}, "attention_bias=True is not supported, only F"),
+    (
+        "hunyuan_v1_moe",
+        {"moe_topk": [2, 3]},
+        "config.moe_topk=[2, 3] is not supported: all layers here have equal experts",
+    ),
+    ("hunyuan_v1_moe", {"use_cla": True}, "config.use_cla=True is not supported, only False"),
 ]
 
 

@@ -118,6 +118,55 @@ VARIANTS = {
         "granitemoehybrid",
         {"num_local_experts": 0, "mamba_n_heads": 3, "mamba_d_head": 24, "mamba_n_groups": 3},
     ),
+    "granitemoeshared, no shared expert, biases, yarn": (
+        "granitemoeshared",
+        {
+            "shared_intermediate_size": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 40.0,
+                "factor": 3.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "granitemoeshared, as wide as two experts, biases, linear rope": (
+        "granitemoeshared",
+        {
+            "shared_intermediate_size": 20,
+            "attention_bias": True,
+            "num_key_value_heads": 3,
+            "num_hidden_layers": 3,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 30.0, "factor": 1.7},
+        },
+    ),
+    "hunyuan_v1_moe, another base for alpha, no biases, tied": (
+        "hunyuan_v1_moe",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 20.0,
+                "alpha": 7.0,
+                "factor": 1.0,
+            },
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": [3, 3],
+            "intermediate_size": 14,
+        },
+    ),
+    "hunyuan_v1_moe, dynamic rope, no shared heads": (
+        "hunyuan_v1_moe",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 2.0},
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "max_position_embeddings": 6,
+        },
+    ),
 }
 
 
