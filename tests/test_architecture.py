@@ -143,6 +143,7 @@ REGISTRIES = {
         "glm4_moe_lite",
         "granitemoeshared",
         "hunyuan_v1_moe",
+        "exaone_moe",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

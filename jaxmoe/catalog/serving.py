@@ -219,6 +219,7 @@ _FAMILY: Final = {
         "Granite 3 with experts and a shared one.",
     ),
     "hunyuan_v1_moe": (f"{_GROUPED}.hunyuan_v1_moe:HunyuanMoeFamily", "Hunyuan-A13B."),
+    "exaone_moe": (f"{_GROUPED}.exaone_moe:ExaoneMoeFamily", "K-EXAONE."),
 }
 
 BASES: Final = {

@@ -235,6 +235,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "attention_bias": True,
     },
+    "exaone_moe": {
+        **_SIZES,
+        **_rope(55.0),
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.6,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
+    },
 }
 
 

@@ -84,10 +84,10 @@ def sigmoid_experts(fields: Fields) -> MoEConfig:
     is_renormalized = fields.get("norm_topk_prob", default=True)
     groups = _groups(fields, best_per_group=2)
     return MoEConfig(
-        num_experts=fields.size("n_routed_experts", "num_local_experts"),
+        num_experts=fields.size("n_routed_experts", "num_local_experts", "num_experts"),
         top_k=fields.size("num_experts_per_tok"),
         expert_dim=fields.size("moe_intermediate_size"),
-        num_shared_experts=fields.size("n_shared_experts"),
+        num_shared_experts=fields.size("n_shared_experts", "num_shared_experts"),
         router=SigmoidTopKConfig(bias=LossFreeConfig(), groups=groups),
         gate=(RenormalizedGateConfig if is_renormalized else SoftmaxGateConfig)(scale=scale),
         balancers=(),

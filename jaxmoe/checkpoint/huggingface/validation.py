@@ -70,8 +70,8 @@ _RULES: Final = (
         MAX_SIZE,
         "vocab_size hidden_size intermediate_size num_attention_heads"
         " num_key_value_heads head_dim qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
-        " kv_lora_rank q_lora_rank n_shared_experts n_group topk_group max_position_embeddings"
-        " mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
+        " kv_lora_rank q_lora_rank n_shared_experts num_shared_experts n_group topk_group"
+        " max_position_embeddings mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
         " mamba_n_groups mamba_chunk_size",
     ),
     _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step shared_intermediate_size"),
@@ -99,7 +99,7 @@ _RULES: Final = (
     _SizeRule(
         "a list of strings",
         lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
-        "layer_types layers_block_type",
+        "layer_types layers_block_type mlp_layer_types",
     ),
     _SizeRule(
         "a list of two numbers",
@@ -131,7 +131,7 @@ _OF_ROPE: Final = (
         "0 or a number from 1e-9 to 1e12",
         lambda value: type(value) in (int, float) and (value == 0 or 1e-9 <= value <= 1e12),
         "rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale"
-        " mscale_all_dim partial_rotary_factor alpha",
+        " mscale_all_dim partial_rotary_factor alpha low_freq_factor high_freq_factor",
     ),
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -404,6 +404,12 @@ REFUSED = [
         {"moe_topk": [2, 3]},
         "config.moe_topk=[2, 3] is not supported: all layers here have equal experts",
     ),
+    ("exaone_moe", {"sliding_window": None}, "config.sliding_window=null is not supported, only"),
+    (
+        "exaone_moe",
+        {"layer_types": None, "sliding_window_pattern": "LLLG"},
+        "sliding_window_pattern='LLLG' is not supported without layer_types, only an integer",
+    ),
     ("hunyuan_v1_moe", {"use_cla": True}, "config.use_cla=True is not supported, only False"),
 ]
 

@@ -167,6 +167,37 @@ VARIANTS = {
             "max_position_embeddings": 6,
         },
     ),
+    "exaone_moe, a pattern, one group, no dense layer": (
+        "exaone_moe",
+        {
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 0,
+            "sliding_window_pattern": 2,
+            "num_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone_moe, windows alone, llama3": (
+        "exaone_moe",
+        {
+            "layer_types": ["sliding_attention"] * 4,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 24,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 45.0,
+                "factor": 3.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 3.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
 }
 
 
@@ -357,13 +388,19 @@ def test_balance_loss_of_transformers_over_layers(torch):
     assert abs(2.0 * load_balance(statistics).mean() - theirs) > 0.1
 
 
-@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid", "exaone_moe"])
 def test_greedy_tokens_equal_those_of_transformers(name, torch):
     """Two prompts, each continued from a cache of states, keys and values; both by argmax."""
     theirs, prompts = build(CONFIGS[name]), tokens_of(CONFIGS[name])[:, :5]
-    model, params = from_huggingface(theirs.config.to_dict(), theirs.state_dict())
+    model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
     found = generate(
-        model, params, jnp.asarray(prompts), num_tokens=8, key=jax.random.key(0), temperature=0.0
+        model,
+        params,
+        jnp.asarray(prompts),
+        num_tokens=8,
+        key=jax.random.key(0),
+        temperature=0.0,
+        router_state=state or None,
     )
     given = torch.tensor(prompts).long()
     wanted = theirs.generate(

@@ -92,16 +92,13 @@ def _with_single_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
     singles = dict(config)
     for name in _PER_LAYER:
         value = config.get(name)
-        if not isinstance(value, list):
-            continue
-        if len(set(map(repr, value))) != 1:
+        if isinstance(value, list) and len(set(map(repr, value))) != 1:
             raise CheckpointError(
                 f"config.{name}={show_value(value)} is not supported: all layers here have equal"
                 " experts"
             )
-        singles[name] = value[0]
-    if "moe_topk" in singles:
-        singles.setdefault("num_experts_per_tok", singles["moe_topk"])
+        singles[name] = value[0] if isinstance(value, list) else value
+    singles["num_experts_per_tok"] = singles["num_experts_per_tok"] or singles["moe_topk"]
     return singles
 
 
@@ -115,9 +112,8 @@ def _with_plain_rope(config: dict[str, Any]) -> dict[str, Any]:
         return config
     theta = thetas.pop() if thetas else 10_000.0
     fields = Fields(config)
-    head_dim = fields.get("head_dim")
-    if head_dim is None:
-        head_dim = fields.size("hidden_size") // fields.size("num_attention_heads")
+    heads = fields.size("num_attention_heads")
+    head_dim = fields.get("head_dim", default=fields.size("hidden_size") // heads)
     if head_dim < 4:
         raise CheckpointError(f"config.head_dim={head_dim} must be at least 4 for RoPE with alpha")
     base = theta * alphas.pop() ** (head_dim / (head_dim - 2))

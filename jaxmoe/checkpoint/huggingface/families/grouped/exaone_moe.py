@@ -1,0 +1,128 @@
+# Copyright 2026 The jaxmoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""K-EXAONE: windows with RoPE and full attention without positions, the experts of DeepSeek-V3.
+
+Layers for multi-token prediction (`mtp`) are left out (technical report arXiv 2601.01739).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxmoe.checkpoint.huggingface import parts
+from jaxmoe.checkpoint.huggingface.describe import (
+    grouped_expert_fields,
+    layer_types_of,
+    moe_of,
+    shared_fields,
+)
+from jaxmoe.checkpoint.huggingface.family import Family
+from jaxmoe.checkpoint.huggingface.fields import Fields
+from jaxmoe.checkpoint.huggingface.paths import show_value
+from jaxmoe.checkpoint.huggingface.rules import (
+    ATTENTION,
+    DENSE,
+    PROJECTED_EXPERTS,
+    QK_NORM,
+    ROOT,
+    SHARED,
+    rule,
+)
+from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE
+from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.models.config import ModelConfig
+
+_BIAS = "mlp.e_score_correction_bias"
+_WINDOW = 4096
+"""Window where the config has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExaoneMoeFamily(Family):
+    """K-EXAONE."""
+
+    name: ClassVar[str] = "exaone_moe"
+    architecture: ClassVar[str] = "ExaoneMoeForCausalLM"
+    attention: ClassVar[tuple[str, str | None]] = ("grouped_query", "head")
+    rules = (
+        *ROOT,
+        *ATTENTION,
+        *QK_NORM,
+        *DENSE,
+        *PROJECTED_EXPERTS,
+        *SHARED,
+        rule(f"{ROUTER_STATE}/bias", _BIAS, "mlp.gate.e_score_correction_bias"),
+    )
+
+    def model(self, config: Mapping[str, Any]) -> ModelConfig:
+        """Return the model of a config."""
+        fields = Fields(config)
+        for name in ("num_nextn_predict_layers", "is_moe_layer", "first_last_k_dense_replace"):
+            fields.get(name)  # of layers that are left out, or what mlp_layer_types says
+        count = fields.size("num_hidden_layers")
+        first = fields.get("first_k_dense_replace", default=1)
+        kinds = parts.named_layers(
+            fields,
+            "mlp_layer_types",
+            ("dense", "sparse"),
+            ["dense" if layer < first else "sparse" for layer in range(count)],
+        )
+        attention = parts.grouped_attention(fields, qk_norm="head")
+        if config.get("sliding_window", _WINDOW) is None:
+            raise CheckpointError("config.sliding_window=null is not supported, only an integer")
+        mixer = {
+            parts.SLIDING: dataclasses.replace(
+                attention, window=fields.get("sliding_window", default=_WINDOW)
+            ),
+            parts.FULL: dataclasses.replace(attention, positions="none"),
+        }
+        default = _layer_types(fields, count)
+        mixers = [
+            mixer[kind] for kind in parts.named_layers(fields, "layer_types", [*mixer], default)
+        ]
+        return parts.assemble(
+            fields,
+            parts.sigmoid_experts(fields),
+            mixers[0],
+            dense=tuple(index for index, kind in enumerate(kinds) if kind == "dense"),
+            layers=parts.layers_of(mixers, mixers[0]),
+            has_balance=False,
+        )
+
+    def fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of a model."""
+        moe = moe_of(model)
+        kinds = ["sparse" if kind.feed_forward.is_routed else "dense" for kind in model.kinds]
+        return (
+            shared_fields(model)
+            | grouped_expert_fields(model)
+            | layer_types_of(model)
+            | {
+                "head_dim": model.attention.head_dim,
+                "num_experts": moe.num_experts,
+                "num_shared_experts": moe.num_shared_experts,
+                "mlp_layer_types": kinds,
+                "num_nextn_predict_layers": 0,
+                "sliding_window": layer_types_of(model)["sliding_window"] or _WINDOW,
+            }
+        )
+
+    def left_out(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the prefix of the layers for multi-token prediction."""
+        del config
+        return ("mtp.",)
+
+
+def _layer_types(fields: Fields, count: int) -> list[str]:
+    """Return the kinds of layers where `layer_types` is absent: every so many is a full one."""
+    pattern = fields.get("sliding_window_pattern", default=4)
+    if fields.get("layer_types") is not None:
+        return [parts.FULL] * count
+    if type(pattern) is not int or pattern < 1:
+        raise CheckpointError(
+            f"config.sliding_window_pattern={show_value(pattern)} is not supported without"
+            " layer_types, only an integer above 0: every so many layers one has no window"
+        )
+    return [parts.SLIDING if (layer + 1) % pattern else parts.FULL for layer in range(count)]
