@@ -144,6 +144,7 @@ REGISTRIES = {
         "granitemoeshared",
         "hunyuan_v1_moe",
         "exaone_moe",
+        "dbrx",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

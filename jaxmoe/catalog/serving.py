@@ -220,6 +220,7 @@ _FAMILY: Final = {
     ),
     "hunyuan_v1_moe": (f"{_GROUPED}.hunyuan_v1_moe:HunyuanMoeFamily", "Hunyuan-A13B."),
     "exaone_moe": (f"{_GROUPED}.exaone_moe:ExaoneMoeFamily", "K-EXAONE."),
+    "dbrx": (f"{_GROUPED}.dbrx:DbrxFamily", "DBRX."),
 }
 
 BASES: Final = {

@@ -258,11 +258,45 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention",
         ],
     },
+    "dbrx": {
+        **_rope(35.0),
+        "model_type": "dbrx",
+        "vocab_size": 26,
+        "d_model": 36,
+        "n_heads": 3,
+        "n_layers": 2,
+        "attn_config": {
+            "attn_pdrop": 0.0,
+            "clip_qkv": 1.25,
+            "kv_n_heads": 1,
+            "rope_theta": 35.0,
+        },
+        "ffn_config": {
+            "hidden_size": 36,
+            "ffn_act_fn": {"name": "silu"},
+            "ffn_hidden_size": 10,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+            "moe_jitter_eps": 0.0,
+            "moe_loss_weight": 0.25,
+            "moe_normalize_expert_weights": 1.0,
+        },
+    },
 }
 
 
-BALANCED = tuple(name for name, config in CONFIGS.items() if "router_aux_loss_coef" in config)
+def balance_coefficient(config: dict[str, Any]) -> float | None:
+    """The coefficient of the load-balancing loss; None if the family has none."""
+    parts = config | config.get("ffn_config", {})
+    return parts.get("router_aux_loss_coef", parts.get("moe_loss_weight"))
+
+
+BALANCED = tuple(name for name, config in CONFIGS.items() if balance_coefficient(config))
 """Families with a load-balancing loss."""
+
+
+SAME_IN_MEMORY = ("dbrx",)
+"""Families whose tensors have the same names on disk and in memory."""
 
 
 def has_experts(config: dict[str, Any]) -> bool:
@@ -382,7 +416,9 @@ def build(config: dict[str, Any]) -> Any:
             is_gain = parameter.ndim == 1
             is_gain = is_gain and not name.endswith("_proj.bias")
             values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
-            if name.endswith(("gate.weight", "router.weight", "gate.wg.weight")):
+            if name.endswith(
+                ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight")
+            ):
                 values *= 0.3  # an uneven router, yet one without certainty
             parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
         for name, buffer in model.named_buffers():

@@ -32,7 +32,13 @@ from jaxmoe.checkpoint.huggingface.families.own import OWN
 from jaxmoe.checkpoint.huggingface.family import FAMILIES, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.tokenizer import GENERATION
-from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, TensorPiece, pieces_of, state_table
+from jaxmoe.checkpoint.huggingface.weights import (
+    ROUTER_STATE,
+    WTE,
+    TensorPiece,
+    pieces_of,
+    state_table,
+)
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import ModelConfig
@@ -42,7 +48,7 @@ from jaxmoe.scaling.initialize import parameter_table
 
 CONFIG = "config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.")
 _SHOWN = 20
 
 
@@ -292,7 +298,7 @@ class _ExportSource:
             match = _LAYER.match(key)
             if match:
                 return int(match[1])
-            return -1 if "embed" in key else len(self._parts)
+            return -1 if "embed" in key or key == WTE else len(self._parts)
 
         def dtype_of(row: ParameterSpec) -> str:
             return "float32" if row.path.startswith(f"{ROUTER_STATE}/") else dtype

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from jaxmoe.checkpoint.huggingface import modeling
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.weights import EMBEDDING
+from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, WTE
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 
@@ -59,9 +59,11 @@ def _is_size(value: Any) -> bool:
 
 
 _RULES: Final = (
-    _integer(1, MAX_LAYERS, "num_hidden_layers"),
+    _integer(1, MAX_LAYERS, "num_hidden_layers n_layers"),
     _integer(0, MAX_LAYERS, "num_nextn_predict_layers num_mtp_layers first_k_dense_replace"),
-    _integer(1, MAX_EXPERTS, "num_experts n_routed_experts num_experts_per_tok"),
+    _integer(
+        1, MAX_EXPERTS, "num_experts n_routed_experts num_experts_per_tok moe_num_experts moe_top_k"
+    ),
     _integer(0, MAX_EXPERTS, "num_local_experts"),
     _integer(1, MAX_LAYERS, "attn_layer_period expert_layer_period"),
     _integer(0, MAX_LAYERS, "attn_layer_offset expert_layer_offset"),
@@ -72,16 +74,18 @@ _RULES: Final = (
         " num_key_value_heads head_dim qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
         " kv_lora_rank q_lora_rank n_shared_experts num_shared_experts n_group topk_group"
         " max_position_embeddings mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
-        " mamba_n_groups mamba_chunk_size",
+        " mamba_n_groups mamba_chunk_size d_model n_heads max_seq_len kv_n_heads ffn_hidden_size",
     ),
     _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step shared_intermediate_size"),
     _SizeRule(
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,
         "rms_norm_eps rope_theta embedding_multiplier residual_multiplier logits_scaling"
-        " attention_multiplier",
+        " attention_multiplier clip_qkv moe_normalize_expert_weights",
     ),
-    _SizeRule("a finite number", _is_finite, "router_aux_loss_coef routed_scaling_factor"),
+    _SizeRule(
+        "a finite number", _is_finite, "router_aux_loss_coef routed_scaling_factor moe_loss_weight"
+    ),
     _SizeRule(
         "true or false",
         lambda value: isinstance(value, bool),
@@ -107,7 +111,9 @@ _RULES: Final = (
         "time_step_limit",
     ),
     _SizeRule(
-        "an object", lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling jaxmoe"
+        "an object",
+        lambda value: isinstance(value, Mapping),
+        "rope_parameters rope_scaling jaxmoe attn_config ffn_config ffn_act_fn",
     ),
     _SizeRule(
         f"an integer above 0 and at most {MAX_SIZE}, or a list of them",
@@ -134,14 +140,14 @@ _OF_ROPE: Final = (
         " mscale_all_dim partial_rotary_factor alpha low_freq_factor high_freq_factor",
     ),
 )
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SIZES: Final = {
     "vocabulary": ("vocab_size",),
-    "width": ("hidden_size",),
-    "layers": ("num_hidden_layers",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "head": ("head_dim", "qk_rope_head_dim", "hidden_size"),
+    "width": ("hidden_size", "d_model"),
+    "layers": ("num_hidden_layers", "n_layers"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "ffn_config"),
+    "head": ("head_dim", "qk_rope_head_dim", "hidden_size", "d_model"),
 }
 """Names of sizes in the families."""
 _OWN_SIZES: Final = {
@@ -173,6 +179,8 @@ def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
     _check(fields, _RULES, f"{where}config.")
     for name in ("rope_parameters", "rope_scaling"):
         _check(fields.get(name) or {}, _OF_ROPE, f"{where}config.{name}.")
+    for name in ("attn_config", "ffn_config"):
+        _check(fields.get(name) or {}, _RULES, f"{where}config.{name}.")
     for path, value in _numbers(fields.get("jaxmoe"), "jaxmoe"):
         is_seed = path.endswith("seed")
         if not _is_finite(value) or (type(value) is int and value > MAX_SIZE and not is_seed):
@@ -246,9 +254,10 @@ def _too_large(model: ModelConfig, tensors: Mapping[str, Any]) -> Iterator[tuple
     head_dim = max((heads.head_dim for heads in model.context.heads), default=0)
     if head_dim > MAX_HEAD_DIM:
         yield "head", head_dim, f"heads of at most {MAX_HEAD_DIM} are read"
-    shape = tuple(tensors[EMBEDDING].shape) if EMBEDDING in tensors else ()
+    embedding = next((name for name in (EMBEDDING, WTE) if name in tensors), None)
+    shape = tuple(tensors[embedding].shape) if embedding else ()
     if len(shape) == 2:
-        origin = f"{EMBEDDING} is {list(shape)}"
+        origin = f"{embedding} is {list(shape)}"
         if model.vocab_size != shape[0]:
             yield "vocabulary", model.vocab_size, origin
         if model.embed_dim != shape[1]:

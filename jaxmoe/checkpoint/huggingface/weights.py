@@ -43,6 +43,8 @@ from sharding.mesh import named_shardings
 from sharding.rules import LogicalAxisRules
 
 EMBEDDING = "model.embed_tokens.weight"
+WTE = "transformer.wte.weight"
+"""The embedding in families with blocks of `transformer`."""
 HEAD = "lm_head.weight"
 ROUTER_STATE = "router_state"
 """First part of the paths of router state."""
@@ -71,6 +73,9 @@ class Rule:
     fused: tuple[str, ...] = ()
     """Paths from the block of the parameters whose outputs follow one another in the tensor, this
     one among them; the tensor holds only this one when empty."""
+    experts: Literal["stacked", "rows"] = "stacked"
+    """Tensor of all experts: [E, out, in], or rows of one expert behind those of another,
+    [E out, in], with a tensor for each half; with the layout in_out [E in, out]."""
     layout: Literal["out_in", "in_out", "depthwise", "flat", "row"] = "out_in"
     """Dimensions of the tensor: outputs and inputs, the same in the order of the parameter,
     [out, 1, in] of a convolution of each channel, all of a vector's dimensions in one, or [1, n] of
@@ -317,7 +322,11 @@ def _of_layer(
             name = key.replace("{expert}", str(expert))
             shape = (out, fan_in)
             part = ()
-            if "{expert}" not in key:
+            if rule.experts == "rows":
+                rows, columns = shape if is_transposed else shape[::-1]
+                shape = (num_experts * rows, columns)
+                part = (slice(expert * rows, (expert + 1) * rows),)
+            elif "{expert}" not in key:
                 outputs = slice(first, first + out)
                 if rule.halves == "alternating":
                     outputs = slice(rule.half, None, halves)

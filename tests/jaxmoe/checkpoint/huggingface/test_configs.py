@@ -410,6 +410,18 @@ REFUSED = [
         {"layer_types": None, "sliding_window_pattern": "LLLG"},
         "sliding_window_pattern='LLLG' is not supported without layer_types, only an integer",
     ),
+    (
+        "dbrx",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}},
+        "the config has several rope_theta: [10.0, 35.0]",
+    ),
+    ("dbrx", {"hidden_size": 40}, "the config has d_model=36 and hidden_size=40, two names of one"),
+    (
+        "dbrx",
+        {"ffn_config": {"moe_normalize_expert_weights": 2.0}},
+        "moe_normalize_expert_weights=2.0 is not supported, only 1.0: gates are divided",
+    ),
+    ("dbrx", {"attn_config": {"kv_n_heads": 1.5}}, "config.attn_config.kv_n_heads=1.5 must be"),
     ("hunyuan_v1_moe", {"use_cla": True}, "config.use_cla=True is not supported, only False"),
 ]
 

@@ -20,7 +20,15 @@ from jaxmoe import Transformer, generate
 from jaxmoe.checkpoint import from_huggingface, read_huggingface, to_huggingface
 from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
 from tests.support import huggingface_models
-from tests.support.huggingface_models import BALANCED, CONFIGS, Golden, build, outputs_of, tokens_of
+from tests.support.huggingface_models import (
+    BALANCED,
+    CONFIGS,
+    Golden,
+    balance_coefficient,
+    build,
+    outputs_of,
+    tokens_of,
+)
 from tests.support.tolerances import assert_close
 
 pytestmark = [
@@ -198,6 +206,21 @@ VARIANTS = {
             },
         },
     ),
+    "dbrx, gates as they are, dynamic rope": (
+        "dbrx",
+        {
+            "attn_config": {"kv_n_heads": 3, "rope_theta": 25.0, "clip_qkv": 0.75},
+            "ffn_config": {
+                "ffn_hidden_size": 14,
+                "moe_num_experts": 6,
+                "moe_top_k": 3,
+                "moe_normalize_expert_weights": None,
+            },
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 25.0, "factor": 2.5},
+            "max_seq_len": 7,
+        },
+    ),
+    "dbrx, three layers": ("dbrx", {"n_layers": 3, "n_heads": 9, "vocab_size": 22}),
 }
 
 
@@ -291,7 +314,7 @@ def test_gradients_equal_transformers(name, torch):
         gradients["lm_head.weight"] = gradients["model.embed_tokens.weight"]
     wanted = read_huggingface(theirs.config.to_dict(), gradients).params
     model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
-    coefficient = CONFIGS[name].get("router_aux_loss_coef", 0.0) * model.moe.top_k
+    coefficient = (balance_coefficient(CONFIGS[name]) or 0.0) * model.moe.top_k
 
     def loss_of(params, tokens):
         output = Transformer(model).apply({"params": params}, tokens, router_state=state or None)
