@@ -145,6 +145,7 @@ REGISTRIES = {
         "hunyuan_v1_moe",
         "exaone_moe",
         "dbrx",
+        "lfm2_moe",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

@@ -202,6 +202,7 @@ _ITEM_CACHE: Final = {
 _GROUPED = "jaxmoe.checkpoint.huggingface.families.grouped"
 _LATENT = "jaxmoe.checkpoint.huggingface.families.latent"
 _HYBRID = "jaxmoe.checkpoint.huggingface.families.hybrid"
+_LINEAR: Final = "jaxmoe.contrib.linear_attention.families"
 
 _FAMILY: Final = {
     "olmoe": (f"{_GROUPED}.olmoe:OlmoeFamily", "OLMoE."),
@@ -221,6 +222,7 @@ _FAMILY: Final = {
     "hunyuan_v1_moe": (f"{_GROUPED}.hunyuan_v1_moe:HunyuanMoeFamily", "Hunyuan-A13B."),
     "exaone_moe": (f"{_GROUPED}.exaone_moe:ExaoneMoeFamily", "K-EXAONE."),
     "dbrx": (f"{_GROUPED}.dbrx:DbrxFamily", "DBRX."),
+    "lfm2_moe": (f"{_LINEAR}.lfm2_moe:Lfm2MoeFamily", "LFM2 with experts."),
 }
 
 BASES: Final = {

@@ -282,6 +282,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "moe_normalize_expert_weights": 1.0,
         },
     },
+    "lfm2_moe": {
+        **{name: size for name, size in _SIZES.items() if name != "rms_norm_eps"},
+        **_rope(45.0),
+        "model_type": "lfm2_moe",
+        "norm_eps": 1e-3,
+        "num_hidden_layers": 4,
+        "num_experts": 5,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "conv_L_cache": 4,
+        "conv_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.4,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -379,7 +396,7 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for key in [key for key in state if key.endswith(old)]:
             state[key.removesuffix(old) + new] = state.pop(key)
     for block in [match[1] for key in list(state) if (match := _EXPERT.fullmatch(key))]:
-        if block.endswith("block_sparse_moe"):
+        if f"{block}.experts.0.w1.weight" in state:
             names = ("w1", "w3", "w2")
         experts: dict[str, list[np.ndarray]] = {name: [] for name in names}
         expert = 0
@@ -422,7 +439,9 @@ def build(config: dict[str, Any]) -> Any:
                 values *= 0.3  # an uneven router, yet one without certainty
             parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # of the size of differences of scores
+            if name.endswith(
+                ("e_score_correction_bias", "expert_bias")
+            ):  # of the size of differences of scores
                 values = (0.2 * rng.normal(size=buffer.shape)).astype(np.float16)
                 buffer.copy_(torch.tensor(values.astype(np.float32)))
     return model

@@ -274,7 +274,7 @@ def _shared_branch(moe: MoEConfig) -> dict[str, Any]:
 def _mixer_of_inference(mixer: Any) -> Any:
     """Return a mixer without what changes only its speed, or nothing."""
     if mixer.is_recurrent:
-        return dataclasses.replace(mixer, chunk=1)
+        return dataclasses.replace(mixer, chunk=1) if hasattr(mixer, "chunk") else mixer
     if getattr(mixer, "positions", "rotary") == "none":
         return dataclasses.replace(mixer, rope_theta=1.0)
     return mixer

@@ -77,6 +77,15 @@ _RULES: Final = (
         " mamba_n_groups mamba_chunk_size d_model n_heads max_seq_len kv_n_heads ffn_hidden_size",
     ),
     _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step shared_intermediate_size"),
+    # Of families with linear attention.
+    _integer(0, MAX_LAYERS, "num_dense_layers"),
+    _integer(1, MAX_SIZE, "conv_L_cache"),
+    _SizeRule("a finite number above 0", lambda value: _is_finite(value) and value > 0, "norm_eps"),
+    _SizeRule(
+        "true or false",
+        lambda value: isinstance(value, bool),
+        "conv_bias use_expert_bias tie_embedding",
+    ),
     _SizeRule(
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,

@@ -6,6 +6,7 @@
     [out, in]                    [in..., out...]             transposed, then reshaped
     gate [F D], up [F D]         gate_up [D 2 F]             one half each
     in_proj [2 C, D]             x [D C], z [D C]            one behind the other
+    q_proj [N 2 H, D]            q [D N H], gate [D N H]     the same for each head
     per layer and expert         stacked: [L E ...]
     a bias per expert            router state: [layers with experts, E]
 
@@ -76,6 +77,10 @@ class Rule:
     experts: Literal["stacked", "rows"] = "stacked"
     """Tensor of all experts: [E, out, in], or rows of one expert behind those of another,
     [E out, in], with a tensor for each half; with the layout in_out [E in, out]."""
+    heads_of: str | None = None
+    """Path from the block of a parameter with heads, as many as the tensor has groups of outputs:
+    the parameters of `fused` follow one another within each group, and each has an equal share of
+    its outputs there. None: they follow one another as wholes."""
     layout: Literal["out_in", "in_out", "depthwise", "flat", "row"] = "out_in"
     """Dimensions of the tensor: outputs and inputs, the same in the order of the parameter,
     [out, 1, in] of a convolution of each channel, all of a vector's dimensions in one, or [1, n] of
@@ -217,8 +222,8 @@ def pieces_of(
         rules: Rules of the model's family.
         names: Names of the tensors, which select one of a rule's keys; empty selects the first.
     """
-    outs = {row.path: _outputs(row) for row in rows}
-    return {row.path: list(_pieces(model, row, rules, names, outs)) for row in rows}
+    table = {row.path: row for row in rows}
+    return {row.path: list(_pieces(model, row, rules, names, table)) for row in rows}
 
 
 def _pieces(
@@ -226,7 +231,7 @@ def _pieces(
     row: ParameterSpec,
     rules: Sequence[Rule],
     names: Container[str],
-    outs: Mapping[str, int],
+    table: Mapping[str, ParameterSpec],
 ) -> Iterator[TensorPiece]:
     """Yield the pieces of one row.
 
@@ -235,7 +240,7 @@ def _pieces(
         row: The row.
         rules: Rules of the model's family.
         names: Names of the tensors.
-        outs: Outputs of each row by its path.
+        table: All rows by their paths.
     """
     path = row.path
     layers = None
@@ -250,14 +255,16 @@ def _pieces(
     for rule in (rule for rule in rules if rule.path == path):
         span = None
         if rule.fused:
-            sizes = [outs[block + sibling] for sibling in rule.fused]
+            sizes = [_outputs(table[block + sibling]) for sibling in rule.fused]
             span = (sum(sizes[: rule.fused.index(path)]), sum(sizes))
+        groups = 1 if rule.heads_of is None else _heads(table[block + rule.heads_of])
         if layers is None:
             yield from _of_layer(row, rule, (), rule.keys, names, span)
             continue
         for offset, layer in enumerate(layers):
             keys = [key.replace("{layer}", str(layer)) for key in rule.keys]
-            yield from _of_layer(row, rule, (offset,), keys, names, span)
+            for piece in _of_layer(row, rule, (offset,), keys, names, span):
+                yield from _by_head(row, piece, groups) if rule.heads_of else (piece,)
 
 
 def _outputs(row: ParameterSpec) -> int:
@@ -266,6 +273,34 @@ def _outputs(row: ParameterSpec) -> int:
     if declaration.matrix is not None:
         return declaration.fan(1)
     return math.prod(row.shape[declaration.is_stacked :])
+
+
+def _heads(row: ParameterSpec) -> int:
+    """Return the heads of a matrix whose outputs are heads, and features of them."""
+    assert row.declaration.matrix is not None
+    return row.shape[row.declaration.matrix[1][0]]
+
+
+def _by_head(row: ParameterSpec, piece: TensorPiece, groups: int) -> Iterator[TensorPiece]:
+    """Yield the piece of each group of outputs of a tensor with several parameters.
+
+    Args:
+        row: Row of the parameter, a matrix.
+        piece: Piece as if the parameters followed one another as wholes.
+        groups: Groups of outputs in the tensor.
+    """
+    assert row.declaration.matrix is not None
+    axis = row.declaration.matrix[1][0]  # counts from the end
+    size = row.shape[axis] // groups
+    outputs = piece.part[0]
+    start = outputs.start // groups
+    stop = outputs.stop // groups
+    step = piece.shape[0] // groups
+    for group in range(groups):
+        heads = slice(size * group, size * (group + 1))
+        target = (*piece.target, ..., heads, *(slice(None),) * (-axis - 1))
+        part = (slice(step * group + start, step * group + stop),)
+        yield piece._replace(part=part, target=target)
 
 
 def _of_layer(

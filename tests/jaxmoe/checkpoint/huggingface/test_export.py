@@ -103,6 +103,10 @@ def test_export_splits_files_by_size(golden, tmp_path):
     assert_same(tuple(read_huggingface(place)), (model, params, state))
 
 
+BIASES = ("correction_bias", "expert_bias")
+"""Ends of the names of biases of routers, which are state."""
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_export_in_narrow_dtypes(golden, tmp_path, dtype):
     """bfloat16 rounds the float16 values; biases stay float32."""
@@ -111,13 +115,13 @@ def test_export_in_narrow_dtypes(golden, tmp_path, dtype):
     place = to_huggingface(model, params, tmp_path / "it", **given)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
     rounded = {
-        name: value if name.endswith("correction_bias") else value.astype(kind)
+        name: value if name.endswith(BIASES) else value.astype(kind)
         for name, value in golden.state.items()
     }
     assert_same(read_huggingface(place), read_huggingface(golden.config, rounded))
     stored = {name: tensor.dtype for name, tensor in open_tensors(place).items()}
     assert {name for name in stored if stored[name] != dtype} == {
-        name for name in stored if name.endswith("correction_bias")
+        name for name in stored if name.endswith(BIASES)
     }
 
 

@@ -221,6 +221,30 @@ VARIANTS = {
         },
     ),
     "dbrx, three layers": ("dbrx", {"n_layers": 3, "n_heads": 9, "vocab_size": 22}),
+    "lfm2_moe, no biases, one period": (
+        "lfm2_moe",
+        {
+            "conv_bias": False,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "num_dense_layers": 0,
+            "layer_types": ["full_attention", "conv"] * 2,
+            "conv_L_cache": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2_moe, dense, heads of queries in groups": (
+        "lfm2_moe",
+        {
+            "num_dense_layers": 3,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 11,
+        },
+    ),
 }
 
 
@@ -412,6 +436,7 @@ def test_balance_loss_of_transformers_over_layers(torch):
 
 
 @pytest.mark.parametrize("name", ["jamba", "granitemoehybrid", "exaone_moe"])
+@pytest.mark.parametrize("name", ["jamba", "granitemoehybrid", "lfm2_moe"])
 def test_greedy_tokens_equal_those_of_transformers(name, torch):
     """Two prompts, each continued from a cache of states, keys and values; both by argmax."""
     theirs, prompts = build(CONFIGS[name]), tokens_of(CONFIGS[name])[:, :5]
@@ -425,6 +450,8 @@ def test_greedy_tokens_equal_those_of_transformers(name, torch):
         temperature=0.0,
         router_state=state or None,
     )
+    greedy = {"num_tokens": 8, "key": jax.random.key(0), "temperature": 0.0}
+    found = generate(model, params, jnp.asarray(prompts), router_state=state or None, **greedy)
     given = torch.tensor(prompts).long()
     wanted = theirs.generate(
         given,
