@@ -146,6 +146,8 @@ REGISTRIES = {
         "exaone_moe",
         "dbrx",
         "lfm2_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

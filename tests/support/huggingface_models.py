@@ -42,6 +42,26 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
+_PARTIAL_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 55.0,
+        "partial_rotary_factor": 0.25,
+    }
+}
+_DELTA = {
+    "num_experts": 5,
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 11,
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_value_head_dim": 6,
+    "linear_key_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {
         **_SIZES,
@@ -299,6 +319,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.4,
         "tie_word_embeddings": False,
     },
+    "qwen3_next": {
+        **_SIZES,
+        **_PARTIAL_ROPE,
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "intermediate_size": 14,
+        "mlp_only_layers": [2],
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.2,
+    },
+    "qwen3_5_moe_text": {
+        **{name: size for name, size in _SIZES.items() if name != "intermediate_size"},
+        **_PARTIAL_ROPE,
+        **_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "router_aux_loss_coef": 0.3,
+    },
 }
 
 
@@ -314,6 +355,15 @@ BALANCED = tuple(name for name, config in CONFIGS.items() if balance_coefficient
 
 SAME_IN_MEMORY = ("dbrx",)
 """Families whose tensors have the same names on disk and in memory."""
+
+_NAMED = ("qwen3_5_moe_text",)
+"""Families of models that an earlier family computes too, under other names of tensors."""
+
+
+def family_options(config: dict[str, Any]) -> dict[str, str]:
+    """Return the argument of `to_huggingface` that makes it write the family of a config."""
+    name = config["model_type"]
+    return {"family": name} if name in _NAMED else {}
 
 
 def has_experts(config: dict[str, Any]) -> bool:
@@ -417,6 +467,10 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return state
 
 
+_CENTRED = ("qwen3_next", "qwen3_5_moe_text")
+"""Families whose gains are 1 + w, those of delta layers excepted."""
+
+
 def build(config: dict[str, Any]) -> Any:
     """Return the model of `transformers` with deterministic random weights."""
     import torch
@@ -437,6 +491,10 @@ def build(config: dict[str, Any]) -> Any:
                 ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight")
             ):
                 values *= 0.3  # an uneven router, yet one without certainty
+            if config["model_type"] in _CENTRED and ".linear_attn." not in name:
+                values -= is_gain
+            if name.endswith(".linear_attn.A_log"):
+                values -= 2.0  # decays of a half, not of almost all
             parameter.copy_(torch.tensor(values.astype(np.float16).astype(np.float32)))
         for name, buffer in model.named_buffers():
             if name.endswith(

@@ -79,7 +79,13 @@ _RULES: Final = (
     _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step shared_intermediate_size"),
     # Of families with linear attention.
     _integer(0, MAX_LAYERS, "num_dense_layers"),
-    _integer(1, MAX_SIZE, "conv_L_cache"),
+    _integer(
+        1,
+        MAX_SIZE,
+        "conv_L_cache full_attention_interval shared_expert_intermediate_size"
+        " linear_num_value_heads linear_num_key_heads linear_value_head_dim linear_key_head_dim"
+        " linear_conv_kernel_dim",
+    ),
     _SizeRule("a finite number above 0", lambda value: _is_finite(value) and value > 0, "norm_eps"),
     _SizeRule(
         "true or false",

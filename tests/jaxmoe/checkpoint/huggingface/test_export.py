@@ -39,7 +39,7 @@ from jaxmoe.routing import (
 )
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig, make_mesh
-from tests.support.huggingface_models import CONFIGS, SAME_IN_MEMORY, read
+from tests.support.huggingface_models import CONFIGS, SAME_IN_MEMORY, family_options, read
 
 
 def assert_same(actual, desired):
@@ -62,7 +62,7 @@ def olmoe():
 def test_export_import_export_is_identical(golden, tmp_path, experts):
     """Every tensor of transformers comes back with its name, shape and bits."""
     model, params, state = read_huggingface(golden.config, golden.state)
-    given = {"router_state": state, "experts": experts}
+    given = {"router_state": state, "experts": experts, **family_options(golden.config)}
     place = to_huggingface(model, params, tmp_path / "deep" / "it", **given)
     assert not [path for path in place.parent.iterdir() if path != place]
     assert_same(tuple(read_huggingface(place)), (model, params, state))
@@ -92,7 +92,7 @@ def test_export_splits_files_by_size(golden, tmp_path):
     """Odd widths over many files, each within the limit unless one tensor exceeds it."""
     model, params, state = read_huggingface(golden.config, golden.state)
     limit = 3_000
-    given = {"router_state": state, "max_shard_bytes": limit}
+    given = {"router_state": state, "max_shard_bytes": limit, **family_options(golden.config)}
     place = to_huggingface(model, params, tmp_path / "it", **given)
     index = json.loads((place / "model.safetensors.index.json").read_text())
     sizes = {name: value.size * 4 for name, value in golden.state.items()}
