@@ -148,6 +148,8 @@ REGISTRIES = {
         "lfm2_moe",
         "qwen3_next",
         "qwen3_5_moe_text",
+        "flex_olmo",
+        "afmoe",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

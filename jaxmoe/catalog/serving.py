@@ -228,6 +228,8 @@ _FAMILY: Final = {
         f"{_LINEAR}.qwen3_5_moe:Qwen35MoeFamily",
         "Qwen3.5-MoE, its model of text.",
     ),
+    "flex_olmo": (f"{_GROUPED}.flex_olmo:FlexOlmoFamily", "FlexOlmo."),
+    "afmoe": (f"{_GROUPED}.afmoe:AfmoeFamily", "AFMoE (Trinity)."),
 }
 
 BASES: Final = {

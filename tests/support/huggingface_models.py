@@ -340,6 +340,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "router_aux_loss_coef": 0.3,
     },
+    "flex_olmo": {
+        **_SIZES,
+        **_rope(85.0),
+        "model_type": "flex_olmo",
+        "num_experts": 5,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "router_aux_loss_coef": 0.2,
+    },
+    "afmoe": {
+        **_SIZES,
+        **_rope(45.0),
+        "model_type": "afmoe",
+        "num_hidden_layers": 4,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "num_dense_layers": 1,
+        "route_scale": 1.4,
+        "mup_enabled": True,
+        "attention_bias": True,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "layer_types": [
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+    },
 }
 
 

@@ -57,6 +57,33 @@ YARN: Final = {
 """Names of the fields of `YarnConfig` in transformers."""
 
 
+def usual_names(
+    config: Mapping[str, Any], parts: tuple[str, ...], names: Mapping[str, tuple[str, Any]]
+) -> dict[str, Any]:
+    """Return the fields of a config under the names of other families.
+
+    Args:
+        config: Fields of config.json.
+        parts: Names of fields that are objects with further fields, which are united with the rest.
+        names: The usual name of a field and its default, by its name in the config; names of fields
+            of a part are `part.name`.
+
+    Raises:
+        CheckpointError: A field is there under both names with different values.
+    """
+    flat = {name: value for name, value in config.items() if name not in parts}
+    usual = {name: value for name, value in flat.items() if name not in names}
+    for part in parts:
+        for name, value in (config.get(part) or {}).items():
+            flat[f"{part}.{name}"] = value
+            if f"{part}.{name}" not in names:
+                usual.setdefault(name, value)
+    fields = Fields(flat)
+    for name, (other, default) in names.items():
+        usual[other] = fields.get(name, other, default=default)
+    return usual
+
+
 class Fields:
     """Fields of a config; remembers which of them were read."""
 

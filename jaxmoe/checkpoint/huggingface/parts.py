@@ -234,6 +234,47 @@ def windowed_attention(
     return [narrow if kind == SLIDING else attention for kind in kinds]
 
 
+def every_so_many(fields: Fields, name: str, default: int) -> list[str]:
+    """Return kinds of layers of which every so many has no window, for where `layer_types` is
+    absent.
+
+    Args:
+        fields: Fields of a config.
+        name: Name of the field with the number of layers.
+        default: Number where the config has none.
+
+    Raises:
+        CheckpointError: The number is needed, and is none.
+    """
+    period = fields.get(name, default=default)
+    count = fields.size("num_hidden_layers")
+    if fields.get("layer_types") is not None:
+        return [FULL] * count
+    if type(period) is not int or period < 1:
+        raise CheckpointError(
+            f"config.{name}={show_value(period)} is not supported without layer_types, only an"
+            " integer above 0: every so many layers one has no window"
+        )
+    return [SLIDING if (layer + 1) % period else FULL for layer in range(count)]
+
+
+def windows_with_positions(
+    fields: Fields, attention: AttentionConfig, default: Sequence[str], window: int
+) -> list[AttentionConfig]:
+    """Return the attention of each layer: RoPE and a window, or neither.
+
+    Args:
+        fields: Fields of a config.
+        attention: Attention with RoPE and without a window.
+        default: Kinds of the layers where `layer_types` is absent.
+        window: Window where the config has none.
+    """
+    kinds = named_layers(fields, "layer_types", (FULL, SLIDING), default)
+    narrow = dataclasses.replace(attention, window=fields.get("sliding_window", default=window))
+    wide = dataclasses.replace(attention, positions="none")
+    return [narrow if kind == SLIDING else wide for kind in kinds]
+
+
 def grouped_attention(
     fields: Fields,
     *,
@@ -243,6 +284,7 @@ def grouped_attention(
     window: int | None = None,
     positions: Literal["rotary", "none"] = "rotary",
     options: AttentionOptions | None = None,
+    is_gated: bool = False,
 ) -> AttentionConfig:
     """Return grouped-query attention.
 
@@ -254,6 +296,7 @@ def grouped_attention(
         window: Positions that a query sees.
         positions: Whether queries and keys are turned by RoPE.
         options: Options of the family, those of RoPE left out.
+        is_gated: Whether the output of each head is multiplied by gates.
 
     Raises:
         CheckpointError: The width does not divide by the number of heads.
@@ -280,6 +323,7 @@ def grouped_attention(
         rope_theta=rope.theta,
         window=window,
         positions=positions,
+        is_gated=is_gated,
         options=None if options == AttentionOptions() else options,
     )
 

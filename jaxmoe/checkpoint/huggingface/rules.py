@@ -46,6 +46,19 @@ def norms(mixers: tuple[str, ...], second: str) -> tuple[Rule, ...]:
     return (*firsts, rule("feed_forward_norm/gain", f"{second}.weight"))
 
 
+def norms_after(second: str, third: str) -> tuple[Rule, ...]:
+    """Return the rules of norms of what the halves of a block add to the stream.
+
+    Args:
+        second: Name of the norm after attention.
+        third: Name of the norm after the feed-forward.
+    """
+    return (
+        rule("attention_post_norm/gain", f"{second}.weight"),
+        rule("feed_forward_post_norm/gain", f"{third}.weight"),
+    )
+
+
 ROOT = root("norm")
 NORMS = norms(("attention",), "post_attention_layernorm")
 PROJECTIONS = tuple(rule(f"attention/{name}", f"self_attn.{name}_proj.weight") for name in "qkvo")

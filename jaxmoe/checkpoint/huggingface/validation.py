@@ -60,7 +60,11 @@ def _is_size(value: Any) -> bool:
 
 _RULES: Final = (
     _integer(1, MAX_LAYERS, "num_hidden_layers n_layers"),
-    _integer(0, MAX_LAYERS, "num_nextn_predict_layers num_mtp_layers first_k_dense_replace"),
+    _integer(
+        0,
+        MAX_LAYERS,
+        "num_nextn_predict_layers num_mtp_layers first_k_dense_replace num_dense_layers",
+    ),
     _integer(
         1, MAX_EXPERTS, "num_experts n_routed_experts num_experts_per_tok moe_num_experts moe_top_k"
     ),
@@ -99,13 +103,15 @@ _RULES: Final = (
         " attention_multiplier clip_qkv moe_normalize_expert_weights",
     ),
     _SizeRule(
-        "a finite number", _is_finite, "router_aux_loss_coef routed_scaling_factor moe_loss_weight"
+        "a finite number",
+        _is_finite,
+        "router_aux_loss_coef routed_scaling_factor moe_loss_weight route_scale",
     ),
     _SizeRule(
         "true or false",
         lambda value: isinstance(value, bool),
         "norm_topk_prob tie_word_embeddings use_sliding_window rope_interleave mamba_conv_bias"
-        " mamba_proj_bias",
+        " mamba_proj_bias attention_bias mup_enabled",
     ),
     _SizeRule(
         "a string", lambda value: isinstance(value, str), "model_type position_embedding_type"

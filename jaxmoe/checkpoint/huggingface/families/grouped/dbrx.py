@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from jaxmoe.checkpoint.huggingface import parts
 from jaxmoe.checkpoint.huggingface.describe import balance_of, moe_of, shared_fields
 from jaxmoe.checkpoint.huggingface.family import Family
-from jaxmoe.checkpoint.huggingface.fields import Fields
+from jaxmoe.checkpoint.huggingface.fields import Fields, usual_names
 from jaxmoe.checkpoint.huggingface.weights import HEAD, WTE, Rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.layers.mixers.attention_parts import AttentionOptions
@@ -43,7 +43,9 @@ _NAMES = {
     "ffn_config.moe_jitter_eps": ("router_jitter_noise", 0.0),
 }
 """Names of fields in other families, and their defaults."""
+_PARTS = ("attn_config", "ffn_config")
 _EPSILON = 1e-5
+_NORMALIZED = "moe_normalize_expert_weights"
 
 
 def _experts(half: int | None, name: str, **layout: Any) -> Rule:
@@ -75,7 +77,7 @@ class DbrxFamily(Family):
 
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config."""
-        fields = Fields(_usual_names(config))
+        fields = Fields(usual_names(config, _PARTS, _NAMES) | {"rms_norm_eps": _EPSILON})
         for name in ("resid_pdrop", "emb_pdrop"):
             fields.only(name, 0.0, "there is no dropout here; set it to 0 if it was for training")
         fields.only("tie_word_embeddings", False, "transformers does not tie them")
@@ -126,21 +128,3 @@ class DbrxFamily(Family):
             "attn_config": attention_fields,
             "ffn_config": feed_forward_fields,
         }
-
-
-_NORMALIZED = "moe_normalize_expert_weights"
-
-
-def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields under the names of other families, those of both parts among them."""
-    flat = {name: config[name] for name in config if name not in ("attn_config", "ffn_config")}
-    usual = {name: value for name, value in flat.items() if name not in _NAMES}
-    for part in ("attn_config", "ffn_config"):
-        for name, value in (config.get(part) or {}).items():
-            flat[f"{part}.{name}"] = value
-            if f"{part}.{name}" not in _NAMES and name != "hidden_size":  # that is d_model
-                usual.setdefault(name, value)
-    fields = Fields(flat)
-    for name, (other, default) in _NAMES.items():
-        usual[other] = fields.get(name, other, default=default)
-    return usual | {"rms_norm_eps": _EPSILON}

@@ -20,7 +20,6 @@ from jaxmoe.checkpoint.huggingface.describe import (
 )
 from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.fields import Fields
-from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.huggingface.rules import (
     ATTENTION,
     DENSE,
@@ -72,16 +71,8 @@ class ExaoneMoeFamily(Family):
         attention = parts.grouped_attention(fields, qk_norm="head")
         if config.get("sliding_window", _WINDOW) is None:
             raise CheckpointError("config.sliding_window=null is not supported, only an integer")
-        mixer = {
-            parts.SLIDING: dataclasses.replace(
-                attention, window=fields.get("sliding_window", default=_WINDOW)
-            ),
-            parts.FULL: dataclasses.replace(attention, positions="none"),
-        }
-        default = _layer_types(fields, count)
-        mixers = [
-            mixer[kind] for kind in parts.named_layers(fields, "layer_types", [*mixer], default)
-        ]
+        default = parts.every_so_many(fields, "sliding_window_pattern", 4)
+        mixers = parts.windows_with_positions(fields, attention, default, _WINDOW)
         return parts.assemble(
             fields,
             parts.sigmoid_experts(fields),
@@ -113,16 +104,3 @@ class ExaoneMoeFamily(Family):
         """Return the prefix of the layers for multi-token prediction."""
         del config
         return ("mtp.",)
-
-
-def _layer_types(fields: Fields, count: int) -> list[str]:
-    """Return the kinds of layers where `layer_types` is absent: every so many is a full one."""
-    pattern = fields.get("sliding_window_pattern", default=4)
-    if fields.get("layer_types") is not None:
-        return [parts.FULL] * count
-    if type(pattern) is not int or pattern < 1:
-        raise CheckpointError(
-            f"config.sliding_window_pattern={show_value(pattern)} is not supported without"
-            " layer_types, only an integer above 0: every so many layers one has no window"
-        )
-    return [parts.SLIDING if (layer + 1) % pattern else parts.FULL for layer in range(count)]
