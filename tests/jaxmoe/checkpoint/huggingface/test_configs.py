@@ -123,7 +123,10 @@ def test_fields_of_versions_4_and_5_are_read():
             theta = CONFIGS[name]["rope_parameters"]["rope_theta"]
             assert variant(name, rope_parameters=..., rope_theta=theta, rope_scaling=None) == wanted
         fields = ("n_routed_experts", "num_experts", "num_local_experts")
-        number = next(CONFIGS[name][field] for field in fields if field in CONFIGS[name])
+        numbers = [CONFIGS[name][field] for field in fields if field in CONFIGS[name]]
+        if not numbers:
+            continue  # dbrx has its own names
+        number = numbers[0]
         absent = dict.fromkeys(fields, ...)
         alias = "num_experts" if name == "deepseek_v2" else "num_local_experts"
         assert variant(name, **absent | {alias: number}) == wanted
