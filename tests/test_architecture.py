@@ -150,6 +150,7 @@ REGISTRIES = {
         "qwen3_5_moe_text",
         "flex_olmo",
         "afmoe",
+        "phimoe",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

@@ -230,6 +230,7 @@ _FAMILY: Final = {
     ),
     "flex_olmo": (f"{_GROUPED}.flex_olmo:FlexOlmoFamily", "FlexOlmo."),
     "afmoe": (f"{_GROUPED}.afmoe:AfmoeFamily", "AFMoE (Trinity)."),
+    "phimoe": (f"{_GROUPED}.phimoe:PhimoeFamily", "Phi-3.5-MoE."),
 }
 
 BASES: Final = {

@@ -371,6 +371,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention",
         ],
     },
+    "phimoe": {
+        **_SIZES,
+        **_rope(33.0),
+        "model_type": "phimoe",
+        "num_local_experts": 5,
+        "head_dim": 8,
+        "attention_bias": True,
+        "router_jitter_noise": 0.2,
+        "router_aux_loss_coef": 0.15,
+        "lm_head_bias": False,
+        "sliding_window": None,
+    },
 }
 
 
@@ -494,7 +506,8 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         state[f"{mlp}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         state[f"{mlp}.experts.down_proj"] = down
         if f"{block}.gate.weight" in state:
-            state[f"{mlp}.gate.weight"] = state.pop(f"{block}.gate.weight")
+            router = "router" if "model.norm.bias" in state else "gate"  # of Phi-3.5-MoE
+            state[f"{mlp}.{router}.weight"] = state.pop(f"{block}.gate.weight")
     return state
 
 
@@ -516,7 +529,7 @@ def build(config: dict[str, Any]) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_gain = parameter.ndim == 1
-            is_gain = is_gain and not name.endswith("_proj.bias")
+            is_gain = is_gain and not name.endswith(".bias")
             values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
             if name.endswith(
                 ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight")

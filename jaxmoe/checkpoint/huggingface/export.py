@@ -344,7 +344,9 @@ class InMemory:
 
     def __contains__(self, key: object) -> bool:
         name = str(key)
-        if name.endswith((".mlp.gate.weight", ".block_sparse_moe.router.weight")):
+        if name.endswith(
+            (".mlp.gate.weight", ".mlp.router.weight", ".block_sparse_moe.router.weight")
+        ):
             return True
         return ".experts." in name and ".experts.0." not in name
 

@@ -107,7 +107,12 @@ BIAS = rule(f"{ROUTER_STATE}/bias", "mlp.gate.e_score_correction_bias")
 
 
 def experts(
-    block: str, names: tuple[str, str, str], *, router: str = "gate", in_memory: str = "mlp"
+    block: str,
+    names: tuple[str, str, str],
+    *,
+    router: str = "gate",
+    in_memory: str = "mlp",
+    router_in_memory: str | None = None,
 ) -> tuple[Rule, ...]:
     """Return rules for router and experts: separate tensors on disk, stacked in memory.
 
@@ -116,12 +121,14 @@ def experts(
         names: Names of gate, up and down.
         router: Name of the router.
         in_memory: Name of the module in memory.
+        router_in_memory: Name of the router in memory; that on disk when None.
     """
     gate, up, down = names
     expert = f"{block}.experts.{{expert}}."
     stacked = f"{in_memory}.experts.gate_up_proj"
+    routers = (f"{block}.{router}.weight", f"{in_memory}.{router_in_memory or router}.weight")
     return (
-        rule("moe/router/weight", f"{block}.{router}.weight", f"{in_memory}.{router}.weight"),
+        rule("moe/router/weight", *routers),
         rule("moe/experts/gate_up", f"{expert}{gate}.weight", stacked, half=0),
         rule("moe/experts/gate_up", f"{expert}{up}.weight", stacked, half=1),
         rule("moe/experts/down", f"{expert}{down}.weight", f"{in_memory}.experts.down_proj"),

@@ -105,13 +105,14 @@ _RULES: Final = (
     _SizeRule(
         "a finite number",
         _is_finite,
-        "router_aux_loss_coef routed_scaling_factor moe_loss_weight route_scale",
+        "router_aux_loss_coef routed_scaling_factor moe_loss_weight route_scale"
+        " router_jitter_noise",
     ),
     _SizeRule(
         "true or false",
         lambda value: isinstance(value, bool),
         "norm_topk_prob tie_word_embeddings use_sliding_window rope_interleave mamba_conv_bias"
-        " mamba_proj_bias attention_bias mup_enabled",
+        " mamba_proj_bias attention_bias mup_enabled lm_head_bias",
     ),
     _SizeRule(
         "a string", lambda value: isinstance(value, str), "model_type position_embedding_type"
@@ -158,7 +159,8 @@ _OF_ROPE: Final = (
         "0 or a number from 1e-9 to 1e12",
         lambda value: type(value) in (int, float) and (value == 0 or 1e-9 <= value <= 1e12),
         "rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale"
-        " mscale_all_dim partial_rotary_factor alpha low_freq_factor high_freq_factor",
+        " mscale_all_dim partial_rotary_factor alpha low_freq_factor high_freq_factor"
+        " short_mscale long_mscale attention_factor",
     ),
 )
 _LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.")

@@ -341,6 +341,28 @@ VARIANTS = {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 30.0, "factor": 1.8},
         },
     ),
+    "phimoe, longrope, no biases": (
+        "phimoe",
+        {
+            "attention_bias": False,
+            "router_jitter_noise": 0.05,
+            "num_key_value_heads": 3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 30.0,
+                "short_factor": [1.1, 1.3, 1.7, 2.2],
+                "long_factor": [1.2, 2.5, 3.5, 5.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+                "factor": 3.0,
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+    "phimoe, window, three layers, tied": (
+        "phimoe",
+        {"sliding_window": 4, "num_hidden_layers": 3, "tie_word_embeddings": True},
+    ),
 }
 
 
