@@ -151,6 +151,7 @@ REGISTRIES = {
         "flex_olmo",
         "afmoe",
         "phimoe",
+        "cohere2_moe",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

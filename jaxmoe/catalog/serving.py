@@ -231,6 +231,7 @@ _FAMILY: Final = {
     "flex_olmo": (f"{_GROUPED}.flex_olmo:FlexOlmoFamily", "FlexOlmo."),
     "afmoe": (f"{_GROUPED}.afmoe:AfmoeFamily", "AFMoE (Trinity)."),
     "phimoe": (f"{_GROUPED}.phimoe:PhimoeFamily", "Phi-3.5-MoE."),
+    "cohere2_moe": (f"{_GROUPED}.cohere2_moe:Cohere2MoeFamily", "Cohere 2 with experts."),
 }
 
 BASES: Final = {

@@ -383,6 +383,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lm_head_bias": False,
         "sliding_window": None,
     },
+    "cohere2_moe": {
+        **{name: value for name, value in _SIZES.items() if name != "rms_norm_eps"},
+        "rope_theta": 15.0,
+        "layer_norm_eps": 2e-3,
+        "model_type": "cohere2_moe",
+        "num_hidden_layers": 4,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "shared_expert_combination_strategy": "sum",
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": True,
+        "prefix_dense_intermediate_size": 14,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "logit_scale": 0.3,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "layer_types": [
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
+    },
 }
 
 

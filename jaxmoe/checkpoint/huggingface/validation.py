@@ -76,11 +76,17 @@ _RULES: Final = (
         MAX_SIZE,
         "vocab_size hidden_size intermediate_size num_attention_heads"
         " num_key_value_heads head_dim qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim"
-        " kv_lora_rank q_lora_rank n_shared_experts num_shared_experts n_group topk_group"
+        " kv_lora_rank q_lora_rank n_shared_experts n_group topk_group"
         " max_position_embeddings mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
-        " mamba_n_groups mamba_chunk_size d_model n_heads max_seq_len kv_n_heads ffn_hidden_size",
+        " mamba_n_groups mamba_chunk_size d_model n_heads max_seq_len kv_n_heads ffn_hidden_size"
+        " prefix_dense_intermediate_size prefix_dense_sliding_window_pattern"
+        " global_attn_every_n_layers",
     ),
-    _integer(0, MAX_SIZE, "sliding_window decoder_sparse_step shared_intermediate_size"),
+    _integer(
+        0,
+        MAX_SIZE,
+        "sliding_window decoder_sparse_step shared_intermediate_size num_shared_experts",
+    ),
     # Of families with linear attention.
     _integer(0, MAX_LAYERS, "num_dense_layers"),
     _integer(
@@ -100,7 +106,7 @@ _RULES: Final = (
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,
         "rms_norm_eps rope_theta embedding_multiplier residual_multiplier logits_scaling"
-        " attention_multiplier clip_qkv moe_normalize_expert_weights",
+        " attention_multiplier clip_qkv moe_normalize_expert_weights layer_norm_eps logit_scale",
     ),
     _SizeRule(
         "a finite number",

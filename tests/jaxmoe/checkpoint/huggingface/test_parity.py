@@ -363,6 +363,32 @@ VARIANTS = {
         "phimoe",
         {"sliding_window": 4, "num_hidden_layers": 3, "tie_word_embeddings": True},
     ),
+    "cohere2_moe, patterns, softmax, no biases, tied": (
+        "cohere2_moe",
+        {
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 2,
+            "prefix_dense_sliding_window_pattern": 2,
+            "sliding_window_pattern": 2,
+            "num_shared_experts": 0,
+            "shared_expert_combination_strategy": "average",
+            "expert_selection_fn": "softmax",
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "prefix_dense_intermediate_size": None,
+        },
+    ),
+    "cohere2_moe, RMSNorm, bare sigmoid, no dense layer": (
+        "cohere2_moe",
+        {
+            "rms_norm_eps": 1e-3,
+            "norm_topk_prob": False,
+            "mlp_layer_types": ["sparse"] * 4,
+            "num_shared_experts": 1,
+            "num_key_value_heads": 3,
+        },
+    ),
 }
 
 
@@ -567,6 +593,8 @@ GENERATING = (
     "lfm2_moe",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "afmoe",
+    "cohere2_moe",
 )
 
 
