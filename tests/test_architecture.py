@@ -152,6 +152,13 @@ REGISTRIES = {
         "afmoe",
         "phimoe",
         "cohere2_moe",
+        "qwen2_moe",
+        "gpt_oss",
+        "glm4_moe",
+        "solar_open",
+        "ernie4_5_moe",
+        "minimax_m2",
+        "llama4_text",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

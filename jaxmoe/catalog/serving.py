@@ -232,6 +232,13 @@ _FAMILY: Final = {
     "afmoe": (f"{_GROUPED}.afmoe:AfmoeFamily", "AFMoE (Trinity)."),
     "phimoe": (f"{_GROUPED}.phimoe:PhimoeFamily", "Phi-3.5-MoE."),
     "cohere2_moe": (f"{_GROUPED}.cohere2_moe:Cohere2MoeFamily", "Cohere 2 with experts."),
+    "qwen2_moe": (f"{_GROUPED}.qwen2_moe:Qwen2MoeFamily", "Qwen2-MoE."),
+    "gpt_oss": (f"{_GROUPED}.gpt_oss:GptOssFamily", "gpt-oss."),
+    "solar_open": (f"{_GROUPED}.solar_open:SolarOpenFamily", "Solar Open."),
+    "glm4_moe": (f"{_GROUPED}.glm4_moe:Glm4MoeFamily", "GLM-4.5."),
+    "ernie4_5_moe": (f"{_GROUPED}.ernie4_5_moe:Ernie45MoeFamily", "ERNIE 4.5."),
+    "minimax_m2": (f"{_GROUPED}.minimax_m2:MiniMaxM2Family", "MiniMax-M2."),
+    "llama4_text": (f"{_GROUPED}.llama4_text:Llama4TextFamily", "Llama 4, its text model."),
 }
 
 BASES: Final = {

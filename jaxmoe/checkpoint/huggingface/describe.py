@@ -22,6 +22,7 @@ from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
 from jaxmoe.layers.context import heads_of
 from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
+from jaxmoe.layers.mixers.attention_parts import AttentionOptions
 from jaxmoe.models.config import MixerBase, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
@@ -30,6 +31,11 @@ def window_of(model: ModelConfig) -> int | None:
     """Return the window of the attention of a model; None: it has none."""
     heads = heads_of(model.attention)
     return None if heads is None else heads.window
+
+
+def options_of(model: ModelConfig) -> AttentionOptions:
+    """Return the options of the attention of a model, neutral ones where it has none."""
+    return getattr(model.attention, "extras", AttentionOptions())
 
 
 def latent_fields(model: ModelConfig, family: str) -> dict[str, Any]:
@@ -128,7 +134,8 @@ def normal_form(model: ModelConfig) -> ModelConfig:
     """Return an equal model as families describe it: at most one attention, one recurrent mixer and
     one dense width, `model.layers` empty where all layers have one mixer.
 
-    Attention may differ from layer to layer in its window and in whether it has positions.
+    Attention may differ from layer to layer in its window, in whether it has positions, and in the
+    temperature of its queries.
 
     Parameters of a repeating period have other paths in the normal form.
 
@@ -183,7 +190,11 @@ def _without_patterns(mixer: Any) -> Any:
     """Return a mixer without what families change from layer to layer."""
     names = {field.name for field in dataclasses.fields(mixer)}
     patterns = {"window": None, "positions": "rotary"}
-    changes = {name: value for name, value in patterns.items() if name in names}
+    changes: dict[str, Any] = {name: value for name, value in patterns.items() if name in names}
+    options = getattr(mixer, "options", None)
+    if isinstance(options, AttentionOptions):
+        options = dataclasses.replace(options, query_temperature=None)
+        changes["options"] = None if options == AttentionOptions() else options
     return dataclasses.replace(mixer, **changes)
 
 
@@ -203,6 +214,9 @@ def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:
         f"  model.{path}: {ours} here, {theirs} in {family}"
         for path, (ours, theirs) in varying_fields(pair).items()
     ]
+    biases = [getattr(moe_of(config).router, "bias", None) for config in (model, read)]
+    if biases[0] is not None and biases[1] is None and not lines:
+        lines.append(f"  model.moe.router.bias: {biases[0].name} here, null in {family}")
     if lines:
         raise CheckpointError(
             f"{family} of transformers does not compute this model, and would return other"
@@ -238,6 +252,9 @@ def _of_inference(model: ModelConfig) -> ModelConfig:
     router: Any = model.moe.router
     if getattr(router, "jitter", 0.0):
         router = dataclasses.replace(router, jitter=0.0)
+    bias = getattr(router, "bias", None)
+    if router.score_function == "softmax" and bias and bias.traits.is_score_correction:
+        router = dataclasses.replace(router, bias=LossFreeConfig())
     if router.score_function == "sigmoid":
         if router.bias is None or router.bias.traits.is_score_correction:
             router = dataclasses.replace(router, bias=LossFreeConfig())

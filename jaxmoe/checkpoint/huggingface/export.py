@@ -50,6 +50,12 @@ CONFIG = "config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.")
 _SHOWN = 20
+_IN_MEMORY = (
+    ".mlp.gate.weight",
+    ".mlp.e_score_correction_bias",
+    ".block_sparse_moe.router.weight",
+)
+"""Ends of names in memory of tensors that have other names on disk."""
 
 
 def to_huggingface(
@@ -171,12 +177,17 @@ def _family_name(model: ModelConfig) -> str:
     Raises:
         CheckpointError: No family has it.
     """
-    kind = (model.attention.name, getattr(model.attention, "qk_norm", None))
+    kind = model.attention.name
+    qk_norms = (None, getattr(model.attention, "qk_norm", None))
     recurrent = next((one.mixer.name for one in model.kinds if one.mixer.is_recurrent), None)
     names = [
         name
         for name, family in FAMILIES.items()
-        if (family.recurrent == recurrent if recurrent else family.attention == kind)
+        if (
+            family.recurrent == recurrent
+            if recurrent
+            else family.attention[0] == kind and family.attention[1] in qk_norms
+        )
     ]
     for name in names:
         with contextlib.suppress(CheckpointError):
@@ -184,7 +195,7 @@ def _family_name(model: ModelConfig) -> str:
             return name
     if names:
         return names[0]
-    raise CheckpointError(f"no family has the attention {kind[0]}: {', '.join(FAMILIES)}")
+    raise CheckpointError(f"no family has the attention {kind}: {', '.join(FAMILIES)}")
 
 
 def _config(
@@ -344,9 +355,7 @@ class InMemory:
 
     def __contains__(self, key: object) -> bool:
         name = str(key)
-        if name.endswith(
-            (".mlp.gate.weight", ".mlp.router.weight", ".block_sparse_moe.router.weight")
-        ):
+        if name.endswith(_IN_MEMORY):
             return True
         return ".experts." in name and ".experts.0." not in name
 

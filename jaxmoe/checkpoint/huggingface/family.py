@@ -35,7 +35,7 @@ class Family(abc.ABC):
     architecture: ClassVar[str]
     """Name of its class in transformers."""
     attention: ClassVar[tuple[str, str | None]]
-    """Name of the attention config, and its `qk_norm` if it has one."""
+    """Name of the attention config, and its `qk_norm`; None where it has none, or any is read."""
     recurrent: ClassVar[str | None] = None
     """Name of the mixer of its recurrent layers, if it has any."""
     rules: ClassVar[tuple[Rule, ...]]

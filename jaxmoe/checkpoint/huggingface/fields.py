@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 # Fields with one supported value, and the reason.
 _ONLY: Final = {
     "hidden_act": ("silu", "every feed-forward here is a SwiGLU"),
-    "attention_bias": (False, "projections here have no bias"),
+    "attention_bias": (False, "projections of this family have no bias"),
     "mlp_bias": (False, "projections here have no bias"),
-    "clip_qkv": (None, "queries, keys and values are not clipped here"),
+    "clip_qkv": (None, "queries, keys and values of this family are not clipped"),
     "attention_dropout": (0.0, "there is no dropout here; set it to 0 if it was used in training"),
     "router_jitter_noise": (0.0, "this router has no noise; set it to 0 if it was for training"),
     "partial_rotary_factor": (1.0, "RoPE here rotates whole heads"),

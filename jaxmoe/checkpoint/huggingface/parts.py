@@ -170,6 +170,18 @@ def first_layers(fields: Fields) -> tuple[int, ...]:
     return tuple(range(min(first, fields.size("num_hidden_layers"))))
 
 
+def sparse_steps(fields: Fields) -> tuple[int, ...]:
+    """Return the dense layers of Qwen, from mlp_only_layers and decoder_sparse_step.
+
+    Args:
+        fields: Fields of a config.
+    """
+    step = fields.get("decoder_sparse_step") or 1
+    dense_layers = frozenset(fields.get("mlp_only_layers") or ())
+    count = fields.size("num_hidden_layers")
+    return tuple(i for i in range(count) if i in dense_layers or (i + 1) % step)
+
+
 def further_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the prefixes of layers for multi-token prediction, which follow the others.
 
@@ -214,7 +226,11 @@ FULL: Final = "full_attention"
 
 
 def windowed_attention(
-    fields: Fields, attention: AttentionConfig, default: Sequence[str]
+    fields: Fields,
+    attention: AttentionConfig,
+    default: Sequence[str],
+    *,
+    default_window: int | None = None,
 ) -> list[AttentionConfig]:
     """Return the attention of each layer, with a window or without by `layer_types`.
 
@@ -222,12 +238,15 @@ def windowed_attention(
         fields: Fields of a config.
         attention: Attention without a window.
         default: Kinds of the layers where `layer_types` is absent.
+        default_window: Window where `sliding_window` is absent.
 
     Raises:
         CheckpointError: A kind is not supported, or there is no window for those that have one.
     """
     kinds = named_layers(fields, "layer_types", (FULL, SLIDING), default)
-    window = fields.get("sliding_window")
+    window = (
+        fields.get("sliding_window", default=default_window) or None
+    )  # Qwen2-MoE writes 0 for none
     if SLIDING in kinds and window is None:
         raise CheckpointError("config.sliding_window is absent, and layers of layer_types have it")
     narrow = dataclasses.replace(attention, window=window)
@@ -275,16 +294,29 @@ def windows_with_positions(
     return [narrow if kind == SLIDING else wide for kind in kinds]
 
 
+def biased_options(fields: Fields, *, has_bias: bool = False, **options: Any) -> AttentionOptions:
+    """Return options in which `attention_bias` is about queries, keys, values and the output.
+
+    Args:
+        fields: Fields of a config.
+        has_bias: Whether there are biases where the config does not say it.
+        **options: Further options.
+    """
+    has_bias = fields.get("attention_bias", default=has_bias)
+    return AttentionOptions(has_bias=has_bias, has_output_bias=has_bias, **options)
+
+
 def grouped_attention(
     fields: Fields,
     *,
     qk_norm: Literal["none", "head", "full"],
     rope_theta: float = 10_000.0,
-    rotary_share: float = 1.0,
+    rotary_share: float | None = None,
     window: int | None = None,
     positions: Literal["rotary", "none"] = "rotary",
     options: AttentionOptions | None = None,
     is_gated: bool = False,
+    default_head_dim: int | None = None,
 ) -> AttentionConfig:
     """Return grouped-query attention.
 
@@ -292,24 +324,34 @@ def grouped_attention(
         fields: Fields of a config.
         qk_norm: Norm of queries and keys.
         rope_theta: Base of RoPE where the config has none.
-        rotary_share: Share of a head that RoPE turns where the config has none.
+        rotary_share: Share of a head that RoPE turns where the config has none; None for a family
+            in which it turns whole heads.
         window: Positions that a query sees.
         positions: Whether queries and keys are turned by RoPE.
-        options: Options of the family, those of RoPE left out.
+        options: Options of the family, the numbers of RoPE left out.
         is_gated: Whether the output of each head is multiplied by gates.
+        default_head_dim: Width of a head where the config has none; hidden_size over the number of
+            heads when None.
 
     Raises:
-        CheckpointError: The width does not divide by the number of heads.
+        CheckpointError: The width does not divide by the number of heads, or RoPE turns a part of
+            a head in a family without it.
     """
     heads = fields.size("num_attention_heads")
     width = fields.size("hidden_size")
-    if fields.get("head_dim") is None and width % heads:
+    head_dim = fields.get("head_dim", default=default_head_dim)
+    if head_dim is None and width % heads:
         raise CheckpointError(
             f"config.hidden_size={width} does not divide by num_attention_heads={heads}, and there"
             " is no head_dim"
         )
-    head_dim = fields.get("head_dim", default=width // heads)
-    rope = read_rope(fields, rope_theta, share=rotary_share)
+    head_dim = head_dim or width // heads
+    rope = read_rope(fields, rope_theta, share=rotary_share or 1.0)
+    if rotary_share is None and rope.share != 1.0:
+        raise CheckpointError(
+            f"config.partial_rotary_factor={rope.share} is not supported, only 1.0: RoPE of this"
+            " family turns whole heads"
+        )
     options = dataclasses.replace(
         options or AttentionOptions(),
         rotary_dim=rope.width(head_dim),
@@ -326,16 +368,6 @@ def grouped_attention(
         is_gated=is_gated,
         options=None if options == AttentionOptions() else options,
     )
-
-
-def biased_options(fields: Fields) -> AttentionOptions:
-    """Return the options of attention in which attention_bias is about all four projections.
-
-    Args:
-        fields: Fields of a config.
-    """
-    has_bias = fields.get("attention_bias", default=False)
-    return AttentionOptions(has_bias=has_bias, has_output_bias=has_bias)
 
 
 def multipliers(fields: Fields) -> ForwardMultipliers:
@@ -362,6 +394,7 @@ def assemble(
     layers: tuple[LayerConfig, ...] = (),
     multipliers: ForwardMultipliers | None = None,
     has_balance: bool = True,
+    is_tied: bool = False,
 ) -> ModelConfig:
     """Return the model.
 
@@ -374,6 +407,7 @@ def assemble(
         layers: Layers with other mixers.
         multipliers: Forward multipliers; all are 1 when None.
         has_balance: Whether the family has a load-balancing loss.
+        is_tied: Whether embeddings are tied where the config does not say it.
 
     Raises:
         CheckpointError: A field has a value that no family supports.
@@ -393,7 +427,7 @@ def assemble(
         dense_dim=dense_dim or fields.size("intermediate_size"),
         layers=layers,
         norm_epsilon=float(fields.there("rms_norm_eps")),
-        has_tied_embeddings=fields.get("tie_word_embeddings", default=False),
+        has_tied_embeddings=fields.get("tie_word_embeddings", default=is_tied),
         multipliers=multipliers,
     )
     fields.warn_of_the_rest()

@@ -66,9 +66,11 @@ ATTENTION = (*NORMS, *PROJECTIONS)
 QK_NORM = tuple(
     rule(f"attention/{name}", f"self_attn.{name}.weight") for name in ("q_norm", "k_norm")
 )
-ATTENTION_BIASES = tuple(
-    rule(f"attention/{name}_bias", f"self_attn.{name}_proj.bias", layout="flat") for name in "qkvo"
+QKV_BIAS = tuple(
+    rule(f"attention/{name}_bias", f"self_attn.{name}_proj.bias", layout="flat") for name in "qkv"
 )
+OUTPUT_BIAS = rule("attention/o_bias", "self_attn.o_proj.bias")
+ATTENTION_BIASES = (*QKV_BIAS, OUTPUT_BIAS)
 LATENT_ATTENTION = (
     *NORMS,
     *(

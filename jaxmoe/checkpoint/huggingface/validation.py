@@ -41,7 +41,8 @@ class _SizeRule(NamedTuple):
 
 
 def _integer(least: int, most: int, names: str) -> _SizeRule:
-    rule = f"{'an integer above 0' if least else 'an integer, 0 or more,'} and at most {most}"
+    kind = "an integer above 0" if least == 1 else f"an integer, {least} or more,"
+    rule = f"{kind} and at most {most}"
     return _SizeRule(rule, lambda value: type(value) is int and least <= value <= most, names)
 
 
@@ -66,11 +67,14 @@ _RULES: Final = (
         "num_nextn_predict_layers num_mtp_layers first_k_dense_replace num_dense_layers",
     ),
     _integer(
-        1, MAX_EXPERTS, "num_experts n_routed_experts num_experts_per_tok moe_num_experts moe_top_k"
+        1,
+        MAX_EXPERTS,
+        "num_experts n_routed_experts num_experts_per_tok moe_num_experts moe_top_k moe_k",
     ),
-    _integer(0, MAX_EXPERTS, "num_local_experts"),
-    _integer(1, MAX_LAYERS, "attn_layer_period expert_layer_period"),
-    _integer(0, MAX_LAYERS, "attn_layer_offset expert_layer_offset"),
+    _integer(0, MAX_EXPERTS, "num_local_experts moe_num_shared_experts"),
+    _integer(1, MAX_LAYERS, "attn_layer_period expert_layer_period moe_layer_interval"),
+    _integer(0, MAX_LAYERS, "attn_layer_offset expert_layer_offset moe_layer_start_index"),
+    _integer(-1, MAX_LAYERS, "moe_layer_end_index"),
     _integer(
         1,
         MAX_SIZE,
@@ -80,19 +84,21 @@ _RULES: Final = (
         " max_position_embeddings mamba_expand mamba_d_state mamba_d_conv mamba_n_heads"
         " mamba_n_groups mamba_chunk_size d_model n_heads max_seq_len kv_n_heads ffn_hidden_size"
         " prefix_dense_intermediate_size prefix_dense_sliding_window_pattern"
-        " global_attn_every_n_layers",
+        " global_attn_every_n_layers shared_expert_intermediate_size rotary_dim"
+        " intermediate_size_mlp attention_chunk_size floor_scale no_rope_layer_interval"
+        " interleave_moe_layer_step",
     ),
     _integer(
         0,
         MAX_SIZE,
-        "sliding_window decoder_sparse_step shared_intermediate_size num_shared_experts",
+        "sliding_window decoder_sparse_step shared_intermediate_size num_shared_experts"
+        " max_window_layers",
     ),
     # Of families with linear attention.
-    _integer(0, MAX_LAYERS, "num_dense_layers"),
     _integer(
         1,
         MAX_SIZE,
-        "conv_L_cache full_attention_interval shared_expert_intermediate_size"
+        "conv_L_cache full_attention_interval"
         " linear_num_value_heads linear_num_key_heads linear_value_head_dim linear_key_head_dim"
         " linear_conv_kernel_dim",
     ),
@@ -106,7 +112,8 @@ _RULES: Final = (
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,
         "rms_norm_eps rope_theta embedding_multiplier residual_multiplier logits_scaling"
-        " attention_multiplier clip_qkv moe_normalize_expert_weights layer_norm_eps logit_scale",
+        " attention_multiplier clip_qkv moe_normalize_expert_weights layer_norm_eps logit_scale"
+        " swiglu_limit swiglu_alpha moe_norm_min attn_scale",
     ),
     _SizeRule(
         "a finite number",
@@ -118,7 +125,8 @@ _RULES: Final = (
         "true or false",
         lambda value: isinstance(value, bool),
         "norm_topk_prob tie_word_embeddings use_sliding_window rope_interleave mamba_conv_bias"
-        " mamba_proj_bias attention_bias mup_enabled lm_head_bias",
+        " mamba_proj_bias attention_bias mup_enabled lm_head_bias qkv_bias use_qk_norm use_bias"
+        " attn_temperature_tuning",
     ),
     _SizeRule(
         "a string", lambda value: isinstance(value, str), "model_type position_embedding_type"
@@ -151,7 +159,7 @@ _RULES: Final = (
     _SizeRule(
         "a list of layers",
         lambda value: isinstance(value, list | tuple) and all(type(i) is int for i in value),
-        "mlp_only_layers",
+        "mlp_only_layers moe_layers no_rope_layers",
     ),
     _SizeRule(
         "a token id or a list of them",
@@ -175,7 +183,13 @@ _SIZES: Final = {
     "vocabulary": ("vocab_size",),
     "width": ("hidden_size", "d_model"),
     "layers": ("num_hidden_layers", "n_layers"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "ffn_config"),
+    "experts": (
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "ffn_config",
+    ),
     "head": ("head_dim", "qk_rope_head_dim", "hidden_size", "d_model"),
 }
 """Names of sizes in the families."""

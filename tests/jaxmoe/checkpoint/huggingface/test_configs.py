@@ -120,15 +120,20 @@ def test_fields_of_versions_4_and_5_are_read():
     for name in CONFIGS:
         wanted = variant(name)
         if "rope_parameters" in CONFIGS[name]:
-            theta = CONFIGS[name]["rope_parameters"]["rope_theta"]
-            assert variant(name, rope_parameters=..., rope_theta=theta, rope_scaling=None) == wanted
-        fields = ("n_routed_experts", "num_experts", "num_local_experts")
+            rope = dict(CONFIGS[name]["rope_parameters"])
+            kind = rope.pop("rope_type")
+            names = {"rope_theta", "partial_rotary_factor"} & rope.keys()
+            old = {field: rope.pop(field) for field in names}
+            old["rope_scaling"] = {"type": kind, **rope} if rope else None
+            assert variant(name, rope_parameters=..., **old) == wanted
+        fields = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
         numbers = [CONFIGS[name][field] for field in fields if field in CONFIGS[name]]
         if not numbers:
             continue  # dbrx has its own names
         number = numbers[0]
         absent = dict.fromkeys(fields, ...)
-        alias = "num_experts" if name == "deepseek_v2" else "num_local_experts"
+        is_other = name in ("deepseek_v2", "ernie4_5_moe")
+        alias = "num_experts" if is_other else "num_local_experts"
         assert variant(name, **absent | {alias: number}) == wanted
     defaults = {"olmoe": 1e4, "mixtral": 1e6, "qwen3_moe": 1e4, "deepseek_v3": 1e4}
     for name, theta in defaults.items():
@@ -193,6 +198,35 @@ def test_layer_types_of_granite_have_two_names():
     for kind in ("nope", None):
         model = variant("granitemoehybrid", position_embedding_type=kind)
         assert model.attention.positions == "none"
+
+
+def test_defaults_are_those_of_transformers():
+    """Fields that published configs leave out."""
+    absent = variant("qwen2_moe", qkv_bias=..., max_window_layers=2, sliding_window=3)
+    assert absent.attention.extras.has_bias
+    assert [kind.mixer.window for kind in absent.kinds] == [3, None, None]
+    plain = variant("qwen2_moe", use_sliding_window=False)
+    assert {kind.mixer.window for kind in plain.kinds} == {None}
+    absent = variant("gpt_oss", rope_parameters=..., head_dim=..., sliding_window=...)
+    attention = absent.attention
+    assert (attention.rope_theta, attention.head_dim, attention.window) == (150_000.0, 64, 128)
+    stretch = {"factor": 32.0, "original_length": 4096, "mscale": None, "mscale_all_dim": None}
+    assert attention.extras.rope_scaling == YarnConfig(**stretch, truncate=False)
+    assert absent.kinds[1].mixer.window is None
+    absent = variant("glm4_moe", rope_parameters=..., use_qk_norm=..., attention_bias=...)
+    assert absent.attention.qk_norm == "none" and absent.attention.extras.rotary_dim == 4
+    assert not absent.attention.extras.has_bias
+    absent = variant("solar_open", rope_parameters=..., head_dim=...)
+    assert (absent.attention.rope_theta, absent.attention.head_dim) == (1e6, 128)
+    names = ("moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index")
+    absent = variant("ernie4_5_moe", **dict.fromkeys((*names, "tie_word_embeddings"), ...))
+    assert absent.has_tied_embeddings and absent.dense_layers == (0,)
+    assert absent.moe.num_shared_experts == 2
+    published = variant("minimax_m2", rope_parameters=..., rope_theta=3.0)
+    assert (published.attention.rope_theta, published.attention.extras.rotary_dim) == (3.0, 6)
+    whole = variant("minimax_m2", rope_parameters=..., rotary_dim=..., head_dim=...)
+    assert (whole.attention.rope_theta, whole.attention.head_dim) == (5e6, 128)
+    assert whole.attention.options is None
 
 
 def test_yarn_fields_of_its_authors():
@@ -328,9 +362,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSED = [
     ("olmoe", {"model_type": "llama"}, "config.model_type='llama' is not among olmoe, mixtral, qw"),
     ("olmoe", {"model_type": "qwen3"}, "did you mean 'qwen3_moe'?"),
-    ("olmoe", {"clip_qkv": 8.0}, "config.clip_qkv=8.0 is not supported, only None: queries, keys"),
+    ("mixtral", {"clip_qkv": 8.0}, "config.clip_qkv=8.0 is not supported, only None: queries, ke"),
     ("mixtral", {"hidden_act": "gelu"}, "config.hidden_act='gelu' is not supported, only 'silu'"),
-    ("olmoe", {"attention_bias": True}, "config.attention_bias=True is not supported, only False"),
+    ("mixtral", {"attention_bias": True}, "config.attention_bias=True is not supported, only Fal"),
     (
         "qwen3_moe",
         {"rope_scaling": YARN},
@@ -426,6 +460,25 @@ REFUSED = [
     ),
     ("dbrx", {"attn_config": {"kv_n_heads": 1.5}}, "config.attn_config.kv_n_heads=1.5 must be"),
     ("hunyuan_v1_moe", {"use_cla": True}, "config.use_cla=True is not supported, only False"),
+    (
+        "gpt_oss",
+        {"sliding_window": 0},
+        "config.sliding_window is absent, and layers of layer_types",
+    ),
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 2}, "must name 2 layers (num_hidden_layer"),
+    ("solar_open", {"first_k_dense_replace": 1}, "every layer of Solar Open has experts"),
+    ("mixtral", {"partial_rotary_factor": 0.5}, "0.5 is not supported, only 1.0: RoPE of this fam"),
+    ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True is not supported, only False: queries"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported, only False: feed-forwar"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 is not supported, only 1e-12: gates"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+    ("minimax_m2", {"sliding_window": 4}, "MiniMax-M2 attends to all earlier tokens"),
+    ("llama4_text", {"use_qk_norm": True}, "use_qk_norm=True is not supported, only False: a QK-n"),
+    (
+        "llama4_text",
+        {"layer_types": None, "attention_chunk_size": 5, "max_position_embeddings": 6},
+        "attention_chunk_size=5 is below max_position_embeddings=6: attention in chunks is not",
+    ),
 ]
 
 

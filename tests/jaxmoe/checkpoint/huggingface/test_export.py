@@ -18,6 +18,7 @@ import pytest
 
 from jaxmoe.checkpoint import CheckpointError, read_huggingface, to_huggingface
 from jaxmoe.checkpoint.huggingface import describe
+from jaxmoe.checkpoint.huggingface.export import suggest_family
 from jaxmoe.checkpoint.huggingface.family import FAMILIES
 from jaxmoe.checkpoint.huggingface.files import Planned, open_tensors, write_tensors
 from jaxmoe.models.config import (
@@ -31,6 +32,7 @@ from jaxmoe.routing import (
     METHODS,
     CapacityConfig,
     GroupLimitConfig,
+    LossFreeConfig,
     RenormalizedGateConfig,
     SigmoidTopKConfig,
     SoftmaxGateConfig,
@@ -39,7 +41,7 @@ from jaxmoe.routing import (
 )
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import MeshConfig, make_mesh
-from tests.support.huggingface_models import CONFIGS, SAME_IN_MEMORY, family_options, read
+from tests.support.huggingface_models import CONFIGS, family_options, read
 
 
 def assert_same(actual, desired):
@@ -67,8 +69,7 @@ def test_export_import_export_is_identical(golden, tmp_path, experts):
     assert not [path for path in place.parent.iterdir() if path != place]
     assert_same(tuple(read_huggingface(place)), (model, params, state))
     tensors = open_tensors(place)
-    kind = golden.config["model_type"]
-    is_stacked_on_disk = "granite" in kind or kind in SAME_IN_MEMORY
+    is_stacked_on_disk = not any(".experts.0." in name for name in golden.state)
     if experts == "stacked":
         assert len(tensors) < len(golden.state) or is_stacked_on_disk
         return
@@ -363,6 +364,24 @@ def test_export_requires_router_biases(tmp_path):
     without = dataclasses.replace(model, moe=dataclasses.replace(model.moe, router=router))
     to_huggingface(without, params, tmp_path / "without")  # the family has one: of zeros
     assert not np.asarray(read_huggingface(tmp_path / "without")[2]["bias"]).any()
+
+
+def test_export_refuses_biases_of_routers_in_a_family_without_them(tmp_path):
+    golden = read("llama4_text")
+    model, params, _ = read_huggingface(golden.config, golden.state)
+    router = dataclasses.replace(model.moe.router, bias=LossFreeConfig())
+    biased = dataclasses.replace(model, moe=dataclasses.replace(model.moe, router=router))
+    text = refused(biased, params, tmp_path / "it", family="llama4_text")
+    assert "  model.moe.router.bias: loss_free here, null in llama4_text" in text.splitlines()
+
+
+def test_export_takes_a_family_that_turns_parts_of_heads(tmp_path):
+    """Families that turn whole heads read no other share, and so do not describe it."""
+    golden = read("glm4_moe")
+    model, params, state = read_huggingface(golden.config, golden.state)
+    text = refused(model, params, tmp_path / "it", router_state=state, family="dots1")
+    assert "config.partial_rotary_factor=0.75 is not supported, only 1.0: RoPE of this" in text
+    assert suggest_family(model) == ("glm4_moe", "")
 
 
 def test_export_refuses_existing_directories(olmoe, tmp_path, monkeypatch):

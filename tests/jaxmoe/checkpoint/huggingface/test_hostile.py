@@ -120,6 +120,21 @@ OTHER_FIELDS = [
     ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling=0 must be a finite number above 0"),
     ("granitemoehybrid", {"time_step_limit": 1}, "time_step_limit=1 must be a list of two numbers"),
     ("granitemoehybrid", {"position_embedding_type": 1}, "position_embedding_type=1 must be a str"),
+    ("qwen2_moe", {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
+    ("qwen2_moe", {"max_window_layers": -1}, "max_window_layers=-1 must be an integer, 0 or more"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must"),
+    ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0 must be a finite number above 0"),
+    ("gpt_oss", {"attention_bias": "yes"}, "attention_bias='yes' must be true or false"),
+    ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm=1 must be true or false"),
+    ("ernie4_5_moe", {"moe_k": 0}, "moe_k=0 must be an integer above 0"),
+    (
+        "ernie4_5_moe",
+        {"moe_layer_end_index": -2},
+        "moe_layer_end_index=-2 must be an integer, -1 o",
+    ),
+    ("minimax_m2", {"rotary_dim": 6.5}, "rotary_dim=6.5 must be an integer above 0"),
+    ("llama4_text", {"no_rope_layers": [True]}, "no_rope_layers=[True] must be a list of layers"),
+    ("llama4_text", {"floor_scale": 0}, "floor_scale=0 must be an integer above 0"),
 ]
 
 

@@ -10,6 +10,7 @@ models leave behind are compared in test_huggingface.py without it. To write the
 
 import copy
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,15 @@ import pytest
 
 from jaxmoe import Transformer, generate
 from jaxmoe.checkpoint import from_huggingface, read_huggingface, to_huggingface
+from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.routing.balancers import conversions, load_balance, pool_layers
-from tests.support import huggingface_models
+from tests.support import huggingface_models, huggingface_variants
 from tests.support.huggingface_models import (
     BALANCED,
     CONFIGS,
     Golden,
     balance_coefficient,
     build,
-    family_options,
     outputs_of,
     tokens_of,
 )
@@ -39,357 +40,7 @@ pytestmark = [
 ]
 
 # Variants of the golden cases, larger and otherwise set.
-VARIANTS = {
-    **{name: (name, {}) for name in CONFIGS},
-    "olmoe renormalised": (
-        "olmoe",
-        {"norm_topk_prob": True, "intermediate_size": 20, "num_key_value_heads": 3},
-    ),
-    "mixtral, no window, tied": (
-        "mixtral",
-        {"sliding_window": None, "tie_word_embeddings": True, "intermediate_size": 20},
-    ),
-    "qwen3, every second layer, windows": (
-        "qwen3_moe",
-        {
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 2,
-            "num_hidden_layers": 4,
-            "use_sliding_window": True,
-            "sliding_window": 3,
-            "norm_topk_prob": False,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "deepseek, one group, queries without latent, halves": (
-        "deepseek_v3",
-        {
-            "n_group": 1,
-            "topk_group": 1,
-            "q_lora_rank": None,
-            "rope_interleave": False,
-            "norm_topk_prob": False,
-            "first_k_dense_replace": 0,
-            "n_routed_experts": 5,
-            "v_head_dim": 11,
-            "tie_word_embeddings": True,
-            "num_hidden_layers": 2,
-        },
-    ),
-    "deepseek, yarn": (
-        "deepseek_v3",
-        {
-            "qk_rope_head_dim": 10,
-            "num_hidden_layers": 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 40.0,
-                "factor": 12.0,
-                "mscale": 0.7,
-                "mscale_all_dim": 1.3,
-                "original_max_position_embeddings": 16,
-                "beta_fast": 3.0,
-                "beta_slow": 0.2,
-            },
-        },
-    ),
-    "jamba, dense, no biases, one period": (
-        "jamba",
-        {
-            "num_experts": 1,
-            "expert_layer_period": 1,
-            "expert_layer_offset": 0,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 0,
-            "tie_word_embeddings": True,
-            "mamba_conv_bias": False,
-            "mamba_proj_bias": False,
-            "mamba_d_conv": 4,
-        },
-    ),
-    "granite, no positions, biases, all types": (
-        "granitemoehybrid",
-        {
-            "position_embedding_type": None,
-            "mamba_proj_bias": True,
-            "mamba_n_groups": 1,
-            "mamba_conv_bias": False,
-            "num_hidden_layers": 4,
-            "mamba_chunk_size": 256,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention", "mamba"],
-            "shared_intermediate_size": 10,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "granite, dense": (
-        "granitemoehybrid",
-        {"num_local_experts": 0, "mamba_n_heads": 3, "mamba_d_head": 24, "mamba_n_groups": 3},
-    ),
-    "granitemoeshared, no shared expert, biases, yarn": (
-        "granitemoeshared",
-        {
-            "shared_intermediate_size": 0,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 40.0,
-                "factor": 3.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
-    "granitemoeshared, as wide as two experts, biases, linear rope": (
-        "granitemoeshared",
-        {
-            "shared_intermediate_size": 20,
-            "attention_bias": True,
-            "num_key_value_heads": 3,
-            "num_hidden_layers": 3,
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 30.0, "factor": 1.7},
-        },
-    ),
-    "hunyuan_v1_moe, another base for alpha, no biases, tied": (
-        "hunyuan_v1_moe",
-        {
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 20.0,
-                "alpha": 7.0,
-                "factor": 1.0,
-            },
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "num_experts_per_tok": [3, 3],
-            "intermediate_size": 14,
-        },
-    ),
-    "hunyuan_v1_moe, dynamic rope, no shared heads": (
-        "hunyuan_v1_moe",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 2.0},
-            "num_key_value_heads": 3,
-            "head_dim": 12,
-            "num_hidden_layers": 3,
-            "max_position_embeddings": 6,
-        },
-    ),
-    "exaone_moe, a pattern, one group, no dense layer": (
-        "exaone_moe",
-        {
-            "layer_types": None,
-            "mlp_layer_types": None,
-            "first_k_dense_replace": 0,
-            "sliding_window_pattern": 2,
-            "num_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "exaone_moe, windows alone, llama3": (
-        "exaone_moe",
-        {
-            "layer_types": ["sliding_attention"] * 4,
-            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
-            "num_key_value_heads": 3,
-            "max_position_embeddings": 24,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 45.0,
-                "factor": 3.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 3.0,
-                "original_max_position_embeddings": 8,
-            },
-        },
-    ),
-    "dbrx, gates as they are, dynamic rope": (
-        "dbrx",
-        {
-            "attn_config": {"kv_n_heads": 3, "rope_theta": 25.0, "clip_qkv": 0.75},
-            "ffn_config": {
-                "ffn_hidden_size": 14,
-                "moe_num_experts": 6,
-                "moe_top_k": 3,
-                "moe_normalize_expert_weights": None,
-            },
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 25.0, "factor": 2.5},
-            "max_seq_len": 7,
-        },
-    ),
-    "dbrx, three layers": ("dbrx", {"n_layers": 3, "n_heads": 9, "vocab_size": 22}),
-    "lfm2_moe, no biases, one period": (
-        "lfm2_moe",
-        {
-            "conv_bias": False,
-            "use_expert_bias": False,
-            "norm_topk_prob": False,
-            "num_dense_layers": 0,
-            "layer_types": ["full_attention", "conv"] * 2,
-            "conv_L_cache": 3,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "lfm2_moe, dense, heads of queries in groups": (
-        "lfm2_moe",
-        {
-            "num_dense_layers": 3,
-            "num_hidden_layers": 3,
-            "layer_types": ["conv", "conv", "full_attention"],
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 11,
-        },
-    ),
-    "qwen3_next, one key head, wider RoPE, tied": (
-        "qwen3_next",
-        {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 25.0,
-                "partial_rotary_factor": 0.75,
-            },
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 3,
-            "shared_expert_intermediate_size": 20,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
-            "tie_word_embeddings": True,
-            "layer_types": ["linear_attention"] * 2 + ["full_attention"],
-        },
-    ),
-    "qwen3_next, every second layer, whole heads turn": (
-        "qwen3_next",
-        {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 35.0,
-                "partial_rotary_factor": 1.0,
-            },
-            "num_hidden_layers": 4,
-            "layer_types": None,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 2,
-            "linear_num_value_heads": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-    ),
-    "qwen3_5_moe_text, one head of keys for each of values": (
-        "qwen3_5_moe_text",
-        {
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 3,
-            "linear_conv_kernel_dim": 4,
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 3,
-        },
-    ),
-    "qwen3_5_moe_text, periods": (
-        "qwen3_5_moe_text",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "shared_expert_intermediate_size": 10,
-            "num_experts": 7,
-            "head_dim": 16,
-        },
-    ),
-    "flex_olmo, renormalised, no biases, yarn, tied": (
-        "flex_olmo",
-        {
-            "norm_topk_prob": True,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 30.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 12,
-                "attention_factor": 0.9,
-                "truncate": False,
-            },
-        },
-    ),
-    "flex_olmo, heads of their own": (
-        "flex_olmo",
-        {"num_key_value_heads": 3, "num_hidden_layers": 3, "num_experts_per_tok": 3},
-    ),
-    "afmoe, a pattern, no muP, no dense layer": (
-        "afmoe",
-        {
-            "layer_types": None,
-            "global_attn_every_n_layers": 2,
-            "num_dense_layers": 0,
-            "mup_enabled": False,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "afmoe, windows alone, linear rope": (
-        "afmoe",
-        {
-            "layer_types": ["sliding_attention"] * 4,
-            "num_dense_layers": 2,
-            "num_shared_experts": 1,
-            "num_key_value_heads": 3,
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 30.0, "factor": 1.8},
-        },
-    ),
-    "phimoe, longrope, no biases": (
-        "phimoe",
-        {
-            "attention_bias": False,
-            "router_jitter_noise": 0.05,
-            "num_key_value_heads": 3,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 30.0,
-                "short_factor": [1.1, 1.3, 1.7, 2.2],
-                "long_factor": [1.2, 2.5, 3.5, 5.0],
-                "short_mscale": 1.2,
-                "long_mscale": 1.2,
-                "factor": 3.0,
-                "original_max_position_embeddings": 12,
-            },
-        },
-    ),
-    "phimoe, window, three layers, tied": (
-        "phimoe",
-        {"sliding_window": 4, "num_hidden_layers": 3, "tie_word_embeddings": True},
-    ),
-    "cohere2_moe, patterns, softmax, no biases, tied": (
-        "cohere2_moe",
-        {
-            "layer_types": None,
-            "mlp_layer_types": None,
-            "first_k_dense_replace": 2,
-            "prefix_dense_sliding_window_pattern": 2,
-            "sliding_window_pattern": 2,
-            "num_shared_experts": 0,
-            "shared_expert_combination_strategy": "average",
-            "expert_selection_fn": "softmax",
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "prefix_dense_intermediate_size": None,
-        },
-    ),
-    "cohere2_moe, RMSNorm, bare sigmoid, no dense layer": (
-        "cohere2_moe",
-        {
-            "rms_norm_eps": 1e-3,
-            "norm_topk_prob": False,
-            "mlp_layer_types": ["sparse"] * 4,
-            "num_shared_experts": 1,
-            "num_key_value_heads": 3,
-        },
-    ),
-}
+VARIANTS = {**{name: (name, {}) for name in CONFIGS}, **huggingface_variants.VARIANTS}
 
 
 @pytest.fixture(scope="module")
@@ -497,8 +148,10 @@ def test_gradients_equal_transformers(name, torch):
 
     value, ours = jax.jit(jax.value_and_grad(loss_of))(params, jnp.asarray(tokens))
     assert_close(value, loss.detach().numpy(), "matmul")
-    # These norm few features: transformers is as far from itself in float64.
-    assert_close(ours, wanted, "other_length" if name in ("jamba", *DELTA) else "end_to_end")
+    # These norm few features, the queries of Llama 4 grow: transformers is about as far from
+    # itself in float64.
+    is_sharp = name in ("jamba", "llama4_text", *DELTA)
+    assert_close(ours, wanted, "other_length" if is_sharp else "end_to_end")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -536,7 +189,7 @@ def test_transformers_reads_exported_files(case, torch, tmp_path, experts):
     state = jax.tree.map(lambda x: x * 0.5, found.router_state)
     ours = apply(found.model, params, jnp.asarray(tokens), state or None)
     given = {"router_state": state, "experts": experts, "max_length": 64}
-    given |= family_options({"model_type": theirs.config.model_type})
+    given["family"] = theirs.config.model_type  # some variants are also those of other families
     if theirs.config.model_type == "qwen3_moe":
         given["max_shard_bytes"] = 20_000
     place = to_huggingface(found.model, params, tmp_path / "it", **given)
@@ -590,11 +243,15 @@ GENERATING = (
     "granitemoehybrid",
     "exaone_moe",
     "afmoe",
+    "cohere2_moe",
     "lfm2_moe",
     "qwen3_next",
     "qwen3_5_moe_text",
-    "afmoe",
-    "cohere2_moe",
+    "qwen2_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "llama4_text",
 )
 
 
@@ -622,3 +279,36 @@ def test_greedy_tokens_equal_those_of_transformers(name, torch):
     )
     np.testing.assert_array_equal(found, wanted.numpy()[:, 5:])
     assert len(np.unique(found)) > 3
+
+
+def test_mxfp4_directory_has_the_values_of_transformers(torch, tmp_path):
+    """gpt-oss as it is published: blocks of 32 values with a power of two each."""
+    import transformers
+
+    config = {**CONFIGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32}
+    state = {name: tensor.numpy() for name, tensor in build(config).state_dict().items()}
+    rng = np.random.default_rng(4)
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", ".down_proj"))]:
+        experts, fan_in, out = state.pop(name).shape
+        shape = (experts, out, fan_in // 32, 16)
+        state[f"{name}_blocks"] = rng.integers(256, size=shape).astype(np.uint8)
+        state[f"{name}_scales"] = rng.integers(121, 127, size=shape[:-1]).astype(np.uint8)
+    assert sum(name.endswith("_blocks") for name in state) == 4
+    planned = {name: Planned(value.shape, value.dtype.name) for name, value in state.items()}
+    write_tensors(tmp_path, planned, state.__getitem__, max_shard_bytes=1 << 30)
+    settings = {"quantization_config": {"quant_method": "mxfp4"}, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    assert theirs.dtype == torch.float32
+    found = read_huggingface(tmp_path)
+    wanted = read_huggingface(config, theirs.state_dict())
+    assert found.model == wanted.model
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    tokens = tokens_of(config)
+    logits, _ = outputs_of(theirs.eval(), tokens)
+    assert_close(apply(found.model, found.params, jnp.asarray(tokens)).logits, logits, "matmul")

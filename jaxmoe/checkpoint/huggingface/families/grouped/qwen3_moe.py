@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-MoE: softmax over all experts, QK-norm over each head (arXiv 2505.09388).
 
-Dense layers follow from mlp_only_layers and decoder_sparse_step.
+Dense layers follow from mlp_only_layers and decoder_sparse_step. Biases of attention are a field.
 """
 
 from __future__ import annotations
@@ -12,10 +12,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxmoe.checkpoint.huggingface import parts
-from jaxmoe.checkpoint.huggingface.describe import balance_of, moe_of, shared_fields, window_of
+from jaxmoe.checkpoint.huggingface.describe import (
+    balance_of,
+    moe_of,
+    options_of,
+    shared_fields,
+    window_of,
+)
 from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.fields import Fields
-from jaxmoe.checkpoint.huggingface.rules import ATTENTION, DENSE, PROJECTED_EXPERTS, QK_NORM, ROOT
+from jaxmoe.checkpoint.huggingface.rules import (
+    ATTENTION,
+    ATTENTION_BIASES,
+    DENSE,
+    PROJECTED_EXPERTS,
+    QK_NORM,
+    ROOT,
+)
 from jaxmoe.models.config import ModelConfig
 
 
@@ -26,7 +39,7 @@ class Qwen3MoeFamily(Family):
     name: ClassVar[str] = "qwen3_moe"
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     attention: ClassVar[tuple[str, str | None]] = ("grouped_query", "head")
-    rules = (*ROOT, *ATTENTION, *QK_NORM, *DENSE, *PROJECTED_EXPERTS)
+    rules = (*ROOT, *ATTENTION, *ATTENTION_BIASES, *QK_NORM, *DENSE, *PROJECTED_EXPERTS)
 
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config."""
@@ -34,13 +47,9 @@ class Qwen3MoeFamily(Family):
         moe = parts.token_choice(fields, expert_dim=fields.size("moe_intermediate_size"))
         window = fields.get("sliding_window")  # ignored without use_sliding_window
         window = window if fields.get("use_sliding_window") else None
-        num_layers = fields.size("num_hidden_layers")
-        step = fields.get("decoder_sparse_step") or 1
-        dense_layers = frozenset(fields.get("mlp_only_layers") or ())
-        dense = tuple(i for i in range(num_layers) if i in dense_layers or (i + 1) % step)
-        return parts.assemble(
-            fields, moe, parts.grouped_attention(fields, qk_norm="head", window=window), dense=dense
-        )
+        options = parts.biased_options(fields)
+        attention = parts.grouped_attention(fields, qk_norm="head", window=window, options=options)
+        return parts.assemble(fields, moe, attention, dense=parts.sparse_steps(fields))
 
     def fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of a model."""
@@ -49,6 +58,7 @@ class Qwen3MoeFamily(Family):
         dense = model.dense_layers if model.moe else range(model.num_layers)
         return shared_fields(model) | {
             "head_dim": model.attention.head_dim,
+            "attention_bias": options_of(model).has_bias,
             "intermediate_size": model.dense_dim,
             "moe_intermediate_size": moe.expert_dim,
             "num_experts": moe.num_experts,
