@@ -1,12 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of `transformers`: their configs, their golden arrays, and the models themselves.
+"""Tiny models of `transformers`: their golden arrays, and the models themselves.
 
-Every parameter
-is random, gains included, of a size at which RoPE, norms and gates matter, and exact in float16, as
-which the golden files hold it.
+Every parameter is random, gains included, of a size at which RoPE, norms and gates matter, and
+exact in float16, as which the golden files hold it.
 
-`transformers` and PyTorch are imported by `build` alone. To add a case: a row in CONFIGS, and
+`transformers` and PyTorch are imported by `build` alone. To add a case: a row in CONFIGS of
+`huggingface_configs.py`, and
 `pytest -m slow --regenerate-golden tests/jaxmoe/checkpoint/huggingface/test_parity.py`.
 """
 
