@@ -10,8 +10,9 @@
 
     python -m experiments.serve --engine.instances 2 engine.dispatch:llumnix      # two instances
 
-Routes: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics
-(Prometheus), /reshard, and / (a page to chat with and to watch the load). Several instances answer
+Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize,
+/detokenize, /health, /metrics (Prometheus), /reshard, and / (a page to chat with and to watch the
+load). Several instances answer
 behind one address, and /metrics has the numbers of each.
 
     python -m experiments.serve --engine.instances 2 engine.scaling:slo --engine.scaling.tpot 0.1
