@@ -117,6 +117,16 @@ def bias_fields(model: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": attention.extras.has_bias}
 
 
+def feed_forward_types_of(model: ModelConfig) -> dict[str, Any]:
+    """Return `mlp_layer_types`.
+
+    Args:
+        model: Model in its normal form.
+    """
+    is_routed = [kind.feed_forward.is_routed for kind in model.kinds]
+    return {"mlp_layer_types": ["sparse" if routed else "dense" for routed in is_routed]}
+
+
 def layer_types_of(model: ModelConfig) -> dict[str, Any]:
     """Return `layer_types` and the window of the layers that have one.
 

@@ -182,6 +182,20 @@ def sparse_steps(fields: Fields) -> tuple[int, ...]:
     return tuple(i for i in range(count) if i in dense_layers or (i + 1) % step)
 
 
+def layers_named_dense(fields: Fields, first: int) -> tuple[int, ...]:
+    """Return the dense layers of a family with `mlp_layer_types`.
+
+    Args:
+        fields: Fields of a config.
+        first: Dense layers before the others, where the config names neither layers nor a number.
+    """
+    number = fields.get("first_k_dense_replace", default=first)
+    count = fields.size("num_hidden_layers")
+    default = ["dense" if layer < number else "sparse" for layer in range(count)]
+    kinds = named_layers(fields, "mlp_layer_types", ("dense", "sparse"), default)
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
 def further_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the prefixes of layers for multi-token prediction, which follow the others.
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from jaxmoe.checkpoint.huggingface import parts
 from jaxmoe.checkpoint.huggingface.describe import (
     bias_fields,
+    feed_forward_types_of,
     layer_types_of,
     moe_of,
     shared_fields,
@@ -72,30 +73,22 @@ class Cohere2MoeFamily(Family):
         fields = Fields({"tie_word_embeddings": True} | dict(config) | defaults)
         fields.get("layer_norm_eps")
         fields.there("head_dim")
-        count = fields.size("num_hidden_layers")
-        first = fields.get("first_k_dense_replace", default=0)
-        kinds = parts.named_layers(
-            fields,
-            "mlp_layer_types",
-            ("dense", "sparse"),
-            ["dense" if layer < first else "sparse" for layer in range(count)],
-        )
+        dense = parts.layers_named_dense(fields, 0)
         options = dataclasses.replace(parts.biased_options(fields), rope_layout="interleaved")
         attention = parts.grouped_attention(fields, qk_norm="none", options=options)
         mixers = parts.windows_with_positions(fields, attention, _layer_types(fields), _WINDOW)
         if fields.get("prefix_dense_sliding_window_pattern", default=1) == 1:
             mixers = [
-                dataclasses.replace(mixer, positions="rotary") if kind == "dense" else mixer
-                for mixer, kind in zip(mixers, kinds, strict=True)
+                dataclasses.replace(mixer, positions="rotary") if layer in dense else mixer
+                for layer, mixer in enumerate(mixers)
             ]
-        dense_dim = fields.get("prefix_dense_intermediate_size")
         scale = float(fields.get("logit_scale", default=0.0625))
         model = parts.assemble(
             fields,
             _experts(fields),
             mixers[0],
-            dense=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"),
-            dense_dim=dense_dim,
+            dense=dense,
+            dense_dim=fields.get("prefix_dense_intermediate_size"),
             layers=parts.layers_of(mixers, mixers[0]),
             multipliers=ForwardMultipliers(logits=scale),
             has_balance=False,
@@ -107,24 +100,22 @@ class Cohere2MoeFamily(Family):
         """Return the fields of a model."""
         moe = moe_of(model)
         layers = layer_types_of(model)
-        kinds = ["sparse" if kind.feed_forward.is_routed else "dense" for kind in model.kinds]
-        wide = [
-            kind.mixer
+        has_positions = all(
+            getattr(kind.mixer, "positions", None) == "rotary"
             for kind in model.kinds
-            if not kind.feed_forward.is_routed and getattr(kind.mixer, "window", None) is None
-        ]
-        has_positions = all(getattr(mixer, "positions", None) == "rotary" for mixer in wide)
+            if not kind.feed_forward.is_routed
+        )
         is_rms = model.norm.name == "rms"
         return (
             shared_fields(model)
             | bias_fields(model)
             | layers
+            | feed_forward_types_of(model)
             | {
                 "head_dim": model.attention.head_dim,
                 "sliding_window": layers["sliding_window"] or _WINDOW,
                 "rms_norm_eps": model.norm_epsilon if is_rms else None,
                 "layer_norm_eps": model.norm_epsilon,
-                "mlp_layer_types": kinds,
                 "prefix_dense_sliding_window_pattern": 1 if has_positions else 2,
                 "prefix_dense_intermediate_size": model.dense_dim,
                 "intermediate_size": moe.expert_dim,
@@ -142,21 +133,22 @@ def _experts(fields: Fields) -> Any:
     """Return the experts: softmax over the chosen ones, or sigmoid."""
     scores = fields.get("expert_selection_fn", default="softmax")
     is_divided = fields.get("norm_topk_prob", default=True)
-    if scores not in ("softmax", "sigmoid"):
+    if scores == "softmax":
+        router = SoftmaxTopKConfig(softmax="after")
+        gate = SoftmaxGateConfig()
+    elif scores == "sigmoid":
+        router = SigmoidTopKConfig()
+        gate = RenormalizedGateConfig() if is_divided else SoftmaxGateConfig()
+    else:
         raise CheckpointError(
-            f"config.expert_selection_fn={show_value(scores)} is not supported, only 'softmax' and"
-            " 'sigmoid'"
+            f"config.expert_selection_fn={show_value(scores)} is neither 'softmax' nor 'sigmoid'"
         )
-    router = SoftmaxTopKConfig(softmax="after") if scores == "softmax" else SigmoidTopKConfig()
-    gate = SoftmaxGateConfig()
-    if scores == "sigmoid" and is_divided:
-        gate = RenormalizedGateConfig()
     count = fields.get("num_shared_experts", default=0)
     strategy = fields.get("shared_expert_combination_strategy", default="average")
     if count and strategy != "sum":
         raise CheckpointError(
             f"config.shared_expert_combination_strategy={show_value(strategy)} is not supported,"
-            " only 'sum': shared experts here are added to the others"
+            " only 'sum'"
         )
     width = fields.size("intermediate_size")
     return parts.experts(fields, width, router, gate, num_shared_experts=count)

@@ -103,28 +103,26 @@ class DbrxFamily(Family):
         fields = shared_fields(model)
         names = ("rope_theta", "rope_parameters", "rope_scaling", "max_position_embeddings")
         rope = {name: fields[name] for name in names if name in fields}
-        attention_fields = {
-            "attn_pdrop": 0.0,
-            "clip_qkv": attention.extras.qkv_clip,
-            "kv_n_heads": attention.num_kv_heads,
-            "rope_theta": attention.rope_theta,
-        }
-        feed_forward_fields = {
-            "hidden_size": model.embed_dim,
-            "ffn_act_fn": {"name": "silu"},
-            "ffn_hidden_size": moe.expert_dim,
-            "moe_num_experts": moe.num_experts,
-            "moe_top_k": moe.top_k,
-            "moe_jitter_eps": 0.0,
-            "moe_loss_weight": balance_of(model),
-            _NORMALIZED: 1.0 if moe.gate.name == "renormalized" else None,
-        }
         return rope | {
             "vocab_size": model.vocab_size,
             "d_model": model.embed_dim,
             "n_heads": attention.num_heads,
             "n_layers": model.num_layers,
             "tie_word_embeddings": model.has_tied_embeddings,
-            "attn_config": attention_fields,
-            "ffn_config": feed_forward_fields,
+            "attn_config": {
+                "attn_pdrop": 0.0,
+                "clip_qkv": attention.extras.qkv_clip,
+                "kv_n_heads": attention.num_kv_heads,
+                "rope_theta": attention.rope_theta,
+            },
+            "ffn_config": {
+                "hidden_size": model.embed_dim,
+                "ffn_act_fn": {"name": "silu"},
+                "ffn_hidden_size": moe.expert_dim,
+                "moe_num_experts": moe.num_experts,
+                "moe_top_k": moe.top_k,
+                "moe_jitter_eps": 0.0,
+                "moe_loss_weight": balance_of(model),
+                _NORMALIZED: 1.0 if moe.gate.name == "renormalized" else None,
+            },
         }

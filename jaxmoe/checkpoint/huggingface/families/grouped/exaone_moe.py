@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from jaxmoe.checkpoint.huggingface import parts
 from jaxmoe.checkpoint.huggingface.describe import (
+    feed_forward_types_of,
     grouped_expert_fields,
     layer_types_of,
     moe_of,
@@ -60,14 +61,6 @@ class ExaoneMoeFamily(Family):
         fields = Fields(config)
         for name in ("num_nextn_predict_layers", "is_moe_layer", "first_last_k_dense_replace"):
             fields.get(name)  # of layers that are left out, or what mlp_layer_types says
-        count = fields.size("num_hidden_layers")
-        first = fields.get("first_k_dense_replace", default=1)
-        kinds = parts.named_layers(
-            fields,
-            "mlp_layer_types",
-            ("dense", "sparse"),
-            ["dense" if layer < first else "sparse" for layer in range(count)],
-        )
         attention = parts.grouped_attention(fields, qk_norm="head")
         if config.get("sliding_window", _WINDOW) is None:
             raise CheckpointError("config.sliding_window=null is not supported, only an integer")
@@ -77,7 +70,7 @@ class ExaoneMoeFamily(Family):
             fields,
             parts.sigmoid_experts(fields),
             mixers[0],
-            dense=tuple(index for index, kind in enumerate(kinds) if kind == "dense"),
+            dense=parts.layers_named_dense(fields, 1),
             layers=parts.layers_of(mixers, mixers[0]),
             has_balance=False,
         )
@@ -85,16 +78,15 @@ class ExaoneMoeFamily(Family):
     def fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of a model."""
         moe = moe_of(model)
-        kinds = ["sparse" if kind.feed_forward.is_routed else "dense" for kind in model.kinds]
         return (
             shared_fields(model)
             | grouped_expert_fields(model)
             | layer_types_of(model)
+            | feed_forward_types_of(model)
             | {
                 "head_dim": model.attention.head_dim,
                 "num_experts": moe.num_experts,
                 "num_shared_experts": moe.num_shared_experts,
-                "mlp_layer_types": kinds,
                 "num_nextn_predict_layers": 0,
                 "sliding_window": layer_types_of(model)["sliding_window"] or _WINDOW,
             }

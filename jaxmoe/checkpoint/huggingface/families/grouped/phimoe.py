@@ -23,13 +23,7 @@ from jaxmoe.checkpoint.huggingface.describe import (
 from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.rules import (
-    ATTENTION,
-    ATTENTION_BIASES,
-    ROOT,
-    experts,
-    rule,
-)
+from jaxmoe.checkpoint.huggingface.rules import ATTENTION, ATTENTION_BIASES, ROOT, experts, rule
 from jaxmoe.checkpoint.huggingface.weights import Rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.layers.norms import LayerNormConfig
@@ -72,12 +66,8 @@ class PhimoeFamily(Family):
             window=fields.get("sliding_window"),
             options=parts.biased_options(fields),
         )
-        moe = parts.experts(
-            fields,
-            fields.size("intermediate_size"),
-            SparseMixerConfig(margin=margin),
-            SoftmaxGateConfig(),
-        )
+        width = fields.size("intermediate_size")
+        moe = parts.experts(fields, width, SparseMixerConfig(margin=margin), SoftmaxGateConfig())
         model = parts.assemble(fields, moe, attention)
         return dataclasses.replace(model, norm=LayerNormConfig(has_bias=True))
 
