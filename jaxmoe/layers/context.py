@@ -112,6 +112,8 @@ class MixerBase(Carry, RowTransform, abc.ABC):
     """Fields that grow with the width of a model."""
     axis_fields: ClassVar[Mapping[str, str]]
     """Fields that the mesh divides, by logical axis."""
+    layer_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that published models change from layer to layer: what a layer sees, or its number."""
     is_recurrent: ClassVar[bool]
     """Whether it carries a state from token to token."""
     can_quantize: ClassVar[bool]

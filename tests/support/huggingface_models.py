@@ -96,7 +96,10 @@ def read(name: str) -> Golden:
 def write(name: str, golden: Golden) -> None:
     """Write the golden arrays."""
     GOLDEN.mkdir(parents=True, exist_ok=True)
-    state = {f"state/{key}": value.astype(np.float16) for key, value in golden.state.items()}
+    state = {
+        f"state/{key}": half if np.array_equal(half := value.astype(np.float16), value) else value
+        for key, value in golden.state.items()
+    }
     about = {"tokens": golden.tokens, "logits": golden.logits, "balance": golden.balance}
     config = np.asarray(json.dumps(golden.config))
     np.savez_compressed(GOLDEN / f"{name}.npz", config=config, **about, **state)

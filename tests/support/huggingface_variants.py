@@ -559,5 +559,28 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "minimax, layers in turn, one block": (
+        "minimax",
+        {
+            "layer_types": None,
+            "head_dim": 8,
+            "block_size": 11,
+            "sliding_window": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "minimax, linear alone, other factors of what is not there": (
+        "minimax",
+        {
+            "layer_types": ["linear_attention"] * 3,
+            "num_hidden_layers": 3,
+            "full_attn_alpha_factor": 5.0,
+            "linear_attn_beta_factor": 1.9,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "block_size": 3,
+        },
+    ),
 }
 """Name of the model and the fields that differ, by what is special."""

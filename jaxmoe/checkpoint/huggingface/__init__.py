@@ -52,7 +52,7 @@ from jax.sharding import Mesh
 from jaxmoe.checkpoint.huggingface.export import CONFIG
 from jaxmoe.checkpoint.huggingface.export import to_huggingface as to_huggingface
 from jaxmoe.checkpoint.huggingface.families.own import family_of
-from jaxmoe.checkpoint.huggingface.family import Family
+from jaxmoe.checkpoint.huggingface.family import Family, without_constants
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import check_plain, plain_file, read_object
 from jaxmoe.checkpoint.huggingface.stored_weights import decode_weights
@@ -173,6 +173,7 @@ def open_huggingface(
     tensors = decode_weights(fields, tensors)
     check_sizes(model, fields, tensors, where)
     tensors = _compute(family, fields, tensors)
+    tensors = without_constants(tensors, family.constants(model))
     opened = Tensors(model, family.rules, tensors, axis_rules=rules, nonfinite=nonfinite)
     return model, opened
 

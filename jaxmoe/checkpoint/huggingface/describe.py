@@ -144,8 +144,8 @@ def normal_form(model: ModelConfig) -> ModelConfig:
     """Return an equal model as families describe it: at most one attention, one recurrent mixer and
     one dense width, `model.layers` empty where all layers have one mixer.
 
-    Attention may differ from layer to layer in its window, in whether it has positions, and in the
-    temperature of its queries.
+    Mixers may differ from layer to layer in their `layer_fields`, attention also in the temperature
+    of its queries.
 
     Parameters of a repeating period have other paths in the normal form.
 
@@ -197,10 +197,12 @@ def normal_form(model: ModelConfig) -> ModelConfig:
 
 
 def _without_patterns(mixer: Any) -> Any:
-    """Return a mixer without what families change from layer to layer."""
-    names = {field.name for field in dataclasses.fields(mixer)}
-    patterns = {"window": None, "positions": "rotary"}
-    changes: dict[str, Any] = {name: value for name, value in patterns.items() if name in names}
+    """Return a mixer with the defaults of what families change from layer to layer."""
+    changes: dict[str, Any] = {
+        field.name: field.default
+        for field in dataclasses.fields(mixer)
+        if field.name in mixer.layer_fields
+    }
     options = getattr(mixer, "options", None)
     if isinstance(options, AttentionOptions):
         options = dataclasses.replace(options, query_temperature=None)

@@ -291,6 +291,7 @@ class _ExportSource:
     ):
         rows = (*parameter_table(model), *state_table(model))
         self._arrays = arrays
+        self._constants = family.constants(model)
         self._parts: dict[str, list[tuple[ParameterSpec, TensorPiece]]] = {}
         names = InMemory() if is_stacked else ()
         pieces = pieces_of(model, rows, family.rules, names)
@@ -314,13 +315,18 @@ class _ExportSource:
         def dtype_of(row: ParameterSpec) -> str:
             return "float32" if row.path.startswith(f"{ROUTER_STATE}/") else dtype
 
-        return {
-            key: Planned(self._parts[key][0][1].shape, dtype_of(self._parts[key][0][0]))
-            for key in sorted(self._parts, key=layer)
+        planned = {
+            key: Planned(parts[0][1].shape, dtype_of(parts[0][0]))
+            for key, parts in self._parts.items()
         }
+        for key, constant in self._constants.items():
+            planned[key] = Planned(constant.shape, dtype)
+        return {key: planned[key] for key in sorted(planned, key=layer)}
 
     def read(self, key: str) -> np.ndarray:
         """Return the values of a tensor, in the dtype of the parameter."""
+        if key in self._constants:
+            return self._constants[key].values()
         parts = self._parts[key]
         row, piece = parts[0]
         if not piece.part:

@@ -14,15 +14,29 @@ extends `Family`, its row in `jaxmoe/catalog/serving.py`, its row of CONFIGS in
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
 
 from jaxmoe.catalog import Registry
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.weights import Rule
+from jaxmoe.checkpoint.huggingface.weights import Rule, tensor_values
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import ModelConfig
+
+_ROUNDING = 2.0**-7
+"""Difference of constants that their dtype explains, bfloat16 included."""
+
+
+class Constant(NamedTuple):
+    """A tensor that follows from the config, which `transformers` stores with the parameters."""
+
+    shape: tuple[int, ...]
+    """Its shape."""
+    values: Callable[[], np.ndarray]
+    """Function that computes it, f32."""
 
 
 class Family(abc.ABC):
@@ -75,6 +89,15 @@ class Family(abc.ABC):
         del config
         return ()
 
+    def constants(self, model: ModelConfig) -> Mapping[str, Constant]:
+        """Return the tensors by name that follow from the config; files may lack them.
+
+        Args:
+            model: Model in its normal form.
+        """
+        del model
+        return {}
+
 
 FAMILIES: Final = Registry("family")
 """Classes of the families by `model_type`."""
@@ -95,3 +118,34 @@ def family(name: str) -> Family:
             + closest(str(name)[:100], FAMILIES)
         )
     return FAMILIES[name]()
+
+
+def without_constants(
+    tensors: Mapping[str, Any], constants: Mapping[str, Constant]
+) -> Mapping[str, Any]:
+    """Return the tensors without constants, whose values are compared with what is computed here.
+
+    Args:
+        tensors: Tensors by name.
+        constants: Constants of the family by name.
+
+    Raises:
+        CheckpointError: A constant has another shape or other values.
+    """
+    for name in constants.keys() & tensors.keys():
+        shape = tuple(tensors[name].shape)
+        if shape != constants[name].shape:
+            raise CheckpointError(
+                f"{name}: found {list(shape)}, expected {list(constants[name].shape)}"
+            )
+        expected = constants[name].values()
+        values = tensor_values(tensors[name]).astype(np.float32)
+        if not np.allclose(values, expected, rtol=_ROUNDING, atol=1e-6):
+            raise CheckpointError(
+                f"{name} is computed from the config here, and the stored values differ by up to"
+                f" {np.abs(values - expected).max():.3g}: give the config.json that was saved with"
+                " the tensors"
+            )
+    if not constants:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name not in constants}

@@ -100,9 +100,15 @@ _RULES: Final = (
         MAX_SIZE,
         "conv_L_cache full_attention_interval"
         " linear_num_value_heads linear_num_key_heads linear_value_head_dim linear_key_head_dim"
-        " linear_conv_kernel_dim",
+        " linear_conv_kernel_dim block_size",
     ),
     _SizeRule("a finite number above 0", lambda value: _is_finite(value) and value > 0, "norm_eps"),
+    _SizeRule(
+        "a finite number",
+        _is_finite,
+        "full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor"
+        " linear_attn_beta_factor mlp_alpha_factor mlp_beta_factor",
+    ),
     _SizeRule(
         "true or false",
         lambda value: isinstance(value, bool),

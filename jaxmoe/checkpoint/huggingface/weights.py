@@ -136,8 +136,8 @@ class Tensors:
             shapes[HEAD] = shapes[EMBEDDING]
         _check(shapes, tensors)
         if HEAD in shapes and model.has_tied_embeddings:
-            head = _values(tensors[HEAD])
-            table = _values(tensors[EMBEDDING])
+            head = tensor_values(tensors[HEAD])
+            table = tensor_values(tensors[EMBEDDING])
             if not np.array_equal(head, table, equal_nan=True):
                 raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
 
@@ -422,7 +422,7 @@ def _fill(
     for piece in sorted(pieces, key=lambda piece: piece.key):
         if piece.key != last:
             last = piece.key
-            values = _values(tensors[piece.key])
+            values = tensor_values(tensors[piece.key])
         source = values[piece.part]
         view = parameter[piece.target]
         if piece.is_transposed and source.ndim == 2:
@@ -465,8 +465,12 @@ def _align(size: int) -> np.ndarray:
     return raw[first : first + 4 * size].view(np.float32)
 
 
-def _values(tensor: Any) -> np.ndarray:
-    """Return the values of a tensor, floats of any width."""
+def tensor_values(tensor: Any) -> np.ndarray:
+    """Return the values of a tensor, floats of any width.
+
+    Args:
+        tensor: Of PyTorch, or anything that numpy reads.
+    """
     if hasattr(tensor, "detach"):  # PyTorch; numpy cannot read its bfloat16
         tensor = tensor.detach().cpu().float().numpy()
     return np.asarray(tensor)

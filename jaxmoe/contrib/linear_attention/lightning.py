@@ -63,6 +63,7 @@ class LightningConfig(RecurrentMixer):
     operation: ClassVar[str | None] = "state_space_dual"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
     axis_fields: ClassVar[Mapping[str, str]] = {ax.HEADS: "num_heads"}
+    layer_fields: ClassVar[tuple[str, ...]] = ("first_layer", "layer_step")
 
     num_heads: int = 4
     """Heads (N), each with a state of its own."""

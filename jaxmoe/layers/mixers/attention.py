@@ -69,6 +69,7 @@ class AttentionConfig(AttentionMixer):
 
     name: ClassVar[str] = "grouped_query"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
+    layer_fields: ClassVar[tuple[str, ...]] = ("window", "positions")
     can_quantize: ClassVar[bool] = True
     has_pages: ClassVar[bool] = True
     can_select_pages: ClassVar[bool] = True

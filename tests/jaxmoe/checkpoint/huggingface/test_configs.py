@@ -479,6 +479,13 @@ REFUSED = [
         {"layer_types": None, "attention_chunk_size": 5, "max_position_embeddings": 6},
         "attention_chunk_size=5 is below max_position_embeddings=6: attention in chunks is not",
     ),
+    ("lfm2_moe", {"layer_types": ["conv"]}, "layer_types=['conv'] must name 4 layers"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+    (
+        "minimax",
+        {"full_attn_alpha_factor": 2.0},
+        "full_attn_alpha_factor=2.0 and config.linear_attn_alpha_factor=1.3 differ, and",
+    ),
 ]
 
 

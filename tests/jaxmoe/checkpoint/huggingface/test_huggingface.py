@@ -131,6 +131,20 @@ def test_import_of_pytorch_tensors(golden):
     assert_same(read_huggingface(golden.config, state), imported(golden.config["model_type"]))
 
 
+def test_stored_decays_must_be_those_of_the_config():
+    """MiniMax stores them; files without them are read too."""
+    config, state = read("minimax").config, read("minimax").state
+    name = "model.layers.2.self_attn.slope_rate"
+    assert_same(
+        read_huggingface(config, {key: x for key, x in state.items() if key != name}),
+        imported("minimax"),
+    )
+    with pytest.raises(ValueError, match=f"{name} is computed from the config here, and the sto"):
+        read_huggingface(config, {**state, name: state[name] * 1.1})
+    with pytest.raises(ValueError, match=f"{name}: found .3, 1., expected .3, 1, 1."):
+        read_huggingface(config, {**state, name: state[name][:, :, 0]})
+
+
 # Files.
 
 
