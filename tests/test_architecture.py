@@ -160,6 +160,7 @@ REGISTRIES = {
         "minimax_m2",
         "llama4_text",
         "minimax",
+        "kimi_linear",
     },
     "jaxmoe.data:DATA_SOURCES": {
         "corpus",

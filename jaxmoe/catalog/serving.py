@@ -224,6 +224,7 @@ _FAMILY: Final = {
     "dbrx": (f"{_GROUPED}.dbrx:DbrxFamily", "DBRX."),
     "lfm2_moe": (f"{_LINEAR}.lfm2_moe:Lfm2MoeFamily", "LFM2 with experts."),
     "qwen3_next": (f"{_LINEAR}.qwen3_next:Qwen3NextFamily", "Qwen3-Next."),
+    "kimi_linear": (f"{_LINEAR}.kimi_linear:KimiLinearFamily", "Kimi Linear."),
     "minimax": (f"{_LINEAR}.minimax:MiniMaxFamily", "MiniMax-01."),
     "qwen3_5_moe_text": (
         f"{_LINEAR}.qwen3_5_moe:Qwen35MoeFamily",

@@ -182,6 +182,8 @@ def build(config: dict[str, Any]) -> Any:
                 values *= 0.3  # an uneven router, yet one without certainty
             if config["model_type"] in _CENTRED and ".linear_attn." not in name:
                 values -= is_gain
+            if name.endswith("forget_gate.A_log"):
+                values -= 1.0
             if name.endswith(".linear_attn.A_log"):
                 values -= 2.0  # decays of a half, not of almost all
             if name.endswith(_BIASES):

@@ -582,5 +582,28 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "block_size": 3,
         },
     ),
+    "kimi_linear, one group, queries from a latent": (
+        "kimi_linear",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 9,
+            "norm_topk_prob": False,
+            "mlp_layer_types": ["sparse"] * 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_conv_kernel_dim": 4,
+            "linear_num_heads": 3,
+        },
+    ),
+    "kimi_linear, absent layer types": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "v_head_dim": 11,
+            "linear_head_dim": 7,
+        },
+    ),
 }
 """Name of the model and the fields that differ, by what is special."""

@@ -305,7 +305,8 @@ def _mixer_of_inference(mixer: Any) -> Any:
     if mixer.is_recurrent:
         return dataclasses.replace(mixer, chunk=1) if hasattr(mixer, "chunk") else mixer
     if getattr(mixer, "positions", "rotary") == "none":
-        return dataclasses.replace(mixer, rope_theta=1.0)
+        layout = {"rope_layout": "halves"} if hasattr(mixer, "rope_layout") else {}
+        return dataclasses.replace(mixer, rope_theta=1.0, **layout)
     return mixer
 
 

@@ -132,11 +132,14 @@ def _groups(fields: Fields, *, best_per_group: int) -> GroupLimitConfig | None:
     return limit if top < count else None
 
 
-def latent_attention(fields: Fields) -> LatentAttentionConfig:
+def latent_attention(
+    fields: Fields, *, positions: Literal["rotary", "none"] = "rotary"
+) -> LatentAttentionConfig:
     """Return the attention of DeepSeek-V2 and V3.
 
     Args:
         fields: Fields of a config.
+        positions: Whether a part of queries and keys is turned by RoPE.
 
     Raises:
         CheckpointError: Heads share keys, or fields that follow from others do not.
@@ -151,6 +154,7 @@ def latent_attention(fields: Fields) -> LatentAttentionConfig:
         nope_dim=fields.size("qk_nope_head_dim"),
         rope_dim=fields.size("qk_rope_head_dim"),
         value_dim=fields.size("v_head_dim"),
+        positions=positions,
         rope_theta=fields.rope_theta(10_000.0, has_yarn=True),
         yarn=fields.yarn(),
         rope_layout="interleaved" if fields.get("rope_interleave", default=True) else "halves",

@@ -100,7 +100,8 @@ _RULES: Final = (
         MAX_SIZE,
         "conv_L_cache full_attention_interval"
         " linear_num_value_heads linear_num_key_heads linear_value_head_dim linear_key_head_dim"
-        " linear_conv_kernel_dim block_size",
+        " linear_conv_kernel_dim block_size linear_num_heads linear_head_dim num_experts_per_token"
+        " num_expert_group num_shared_experts model_max_length",
     ),
     _SizeRule("a finite number above 0", lambda value: _is_finite(value) and value > 0, "norm_eps"),
     _SizeRule(
@@ -112,8 +113,9 @@ _RULES: Final = (
     _SizeRule(
         "true or false",
         lambda value: isinstance(value, bool),
-        "conv_bias use_expert_bias tie_embedding",
+        "conv_bias use_expert_bias tie_embedding moe_renormalize mla_use_nope",
     ),
+    _SizeRule("an object", lambda value: isinstance(value, Mapping), "linear_attn_config"),
     _SizeRule(
         "a finite number above 0",
         lambda value: _is_finite(value) and value > 0,

@@ -77,14 +77,17 @@ class Rule:
     experts: Literal["stacked", "rows"] = "stacked"
     """Tensor of all experts: [E, out, in], or rows of one expert behind those of another,
     [E out, in], with a tensor for each half; with the layout in_out [E in, out]."""
+    fused_from: int = 0
+    """Number in `keys` of the first tensor that `fused` is about; those before it hold this
+    parameter alone."""
     heads_of: str | None = None
     """Path from the block of a parameter with heads, as many as the tensor has groups of outputs:
     the parameters of `fused` follow one another within each group, and each has an equal share of
     its outputs there. None: they follow one another as wholes."""
-    layout: Literal["out_in", "in_out", "depthwise", "flat", "row"] = "out_in"
+    layout: Literal["out_in", "in_out", "depthwise", "flat", "row", "head"] = "out_in"
     """Dimensions of the tensor: outputs and inputs, the same in the order of the parameter,
-    [out, 1, in] of a convolution of each channel, all of a vector's dimensions in one, or [1, n] of
-    a vector."""
+    [out, 1, in] of a convolution of each channel, all of a vector's dimensions in one, [1, n] of a
+    vector, or [1, 1, n, 1] of a vector of heads."""
 
 
 class TensorPiece(NamedTuple):
@@ -253,17 +256,18 @@ def _pieces(
             path = path.removeprefix(block)
             layers = stack.layers
     for rule in (rule for rule in rules if rule.path == path):
-        span = None
+        fused = None
         if rule.fused:
             sizes = [_outputs(table[block + sibling]) for sibling in rule.fused]
-            span = (sum(sizes[: rule.fused.index(path)]), sum(sizes))
+            fused = (sum(sizes[: rule.fused.index(path)]), sum(sizes))
         groups = 1 if rule.heads_of is None else _heads(table[block + rule.heads_of])
         if layers is None:
-            yield from _of_layer(row, rule, (), rule.keys, names, span)
+            yield from _of_layer(row, rule, (), _select(rule.keys, names)[1], fused)
             continue
         for offset, layer in enumerate(layers):
-            keys = [key.replace("{layer}", str(layer)) for key in rule.keys]
-            for piece in _of_layer(row, rule, (offset,), keys, names, span):
+            number, key = _select([key.replace("{layer}", str(layer)) for key in rule.keys], names)
+            span = fused if number >= rule.fused_from else None
+            for piece in _of_layer(row, rule, (offset,), key, span):
                 yield from _by_head(row, piece, groups) if rule.heads_of else (piece,)
 
 
@@ -273,6 +277,14 @@ def _outputs(row: ParameterSpec) -> int:
     if declaration.matrix is not None:
         return declaration.fan(1)
     return math.prod(row.shape[declaration.is_stacked :])
+
+
+def _select(keys: Sequence[str], names: Container[str]) -> tuple[int, str]:
+    """Return the number and the name of the first key that names have, or else of the first."""
+    matches = (
+        (number, key) for number, key in enumerate(keys) if key.replace("{expert}", "0") in names
+    )
+    return next(matches, (0, keys[0]))
 
 
 def _heads(row: ParameterSpec) -> int:
@@ -307,8 +319,7 @@ def _of_layer(
     row: ParameterSpec,
     rule: Rule,
     where: tuple[int, ...],
-    keys: Sequence[str],
-    names: Container[str],
+    key: str,
     span: tuple[int, int] | None,
 ) -> Iterator[TensorPiece]:
     """Yield the pieces of one layer: one, or one for each expert.
@@ -317,13 +328,10 @@ def _of_layer(
         row: Row of the parameter.
         rule: Rule of its tensor.
         where: Index of the layer; () without layers.
-        keys: The rule's keys of the layer.
-        names: Names of the tensors.
+        key: The rule's key of the layer.
         span: First output in a tensor of several parameters, and the outputs of all of them.
     """
     declaration = row.declaration
-    keys_in_file = [key for key in keys if key.replace("{expert}", "0") in names]
-    key = keys_in_file[0] if keys_in_file else keys[0]
     halves = 1 if rule.half is None else 2
     fan_in = declaration.fan(0)
     out = _outputs(row) // halves
@@ -340,6 +348,8 @@ def _of_layer(
         yield TensorPiece(key, (experts, 2 * width), (slice(None), outputs), target, False)
     elif declaration.matrix is None and rule.layout == "row":
         yield TensorPiece(key, (1, total), (0,), where, False)
+    elif declaration.matrix is None and rule.layout == "head":
+        yield TensorPiece(key, (1, 1, total, 1), (0, 0, slice(None), 0), where, False)
     elif declaration.matrix is None:
         is_flat = rule.layout == "flat" or span
         shape = (total,) if is_flat else row.shape[len(where) :]

@@ -27,7 +27,7 @@ Windows and gates are not implemented.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -88,6 +88,9 @@ class LatentAttentionConfig(AttentionMixer):
     rope_layout: RopeLayout = "interleaved"
     """Features that RoPE turns together: 2h and 2h + 1 (DeepSeek's weights), or h and
     h + rope_dim / 2."""
+    positions: Literal["rotary", "none"] = "rotary"
+    """How queries and keys know where they stand: turned by RoPE, or only by the mask (Kimi
+    Linear), where the part that RoPE would turn is shared by all heads alike."""
     yarn: YarnConfig | None = None
     """Stretching of the wavelengths for rows longer than those of pretraining; None for none."""
     norm_epsilon: float = 1e-6
@@ -103,7 +106,7 @@ class LatentAttentionConfig(AttentionMixer):
                 f"attention.query_latent_dim={self.query_latent_dim} must be above 0, or None for"
                 " queries from the input itself"
             )
-        if self.rope_dim % 2:
+        if self.positions == "rotary" and self.rope_dim % 2:
             raise ValueError(f"attention.rope_dim={self.rope_dim} must be even: RoPE turns pairs")
 
     @property
@@ -241,19 +244,11 @@ class LatentAttention(nn.Module):
         form = self.execution.tensor_products
         q, latent, rope_key = self._into_latents(x.astype(dtype))
 
-        where = positions
-        if where is None and tokens.order is not None:
-            where = tokens.order.by_row
-        if where is not None:
-            where = placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-        else:
-            where = places_of(current_order(self.context, self.execution, x.shape[1]), x.shape[1])
-        angles = rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
-        layout = config.rope_layout
-        q_rope = rotate(in_halves(q[..., config.nope_dim :], layout), angles)
         q_nope = q[..., : config.nope_dim]
+        q_rope = q[..., config.nope_dim :]
         rope_key = placement.place(rope_key, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))[:, :, None]
-        rope_key = rotate(in_halves(rope_key, layout), angles)
+        if config.positions == "rotary":
+            q_rope, rope_key = self._turn(q_rope, rope_key, tokens)
 
         shape = (config.latent_dim, config.num_heads, config.nope_dim + config.value_dim)
         axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
@@ -290,6 +285,21 @@ class LatentAttention(nn.Module):
         y = into_stream(out, product, placement, form=form)
         observations = observer_of(self.execution).attention(logits, tokens.token_mask)
         return y, MixerOutputs(cache=entries, observations=observations)
+
+    def _turn(self, q: Array, key: Array, tokens: TokenInputs) -> tuple[Array, Array]:
+        """Return the parts of queries and keys that RoPE turns by their positions."""
+        config = self.config
+        length = q.shape[1]
+        where = tokens.positions
+        if where is None and tokens.order is not None:
+            where = tokens.order.by_row
+        if where is not None:
+            where = self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+        else:
+            where = places_of(current_order(self.context, self.execution, length), length)
+        angles = rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
+        layout = config.rope_layout
+        return rotate(in_halves(q, layout), angles), rotate(in_halves(key, layout), angles)
 
     def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
         """Return queries [B S N H]; latent [B S R] and RoPE's key, both cut as the stream."""

@@ -146,6 +146,22 @@ def test_optional_sizes_have_defaults():
     assert variant("mixtral", num_key_value_heads=None).attention.num_kv_heads == 3
 
 
+def test_published_fields_of_kimi_linear_are_read():
+    """Layers are numbered from 1, sizes of linear layers have a record of their own."""
+    expected = variant("kimi_linear")
+    layers = {
+        "kda_layers": [1, 3, 4],
+        "full_attn_layers": [2],
+        "head_dim": 8,
+        "num_heads": 4,
+        "short_conv_kernel_size": 3,
+    }
+    linear = dict.fromkeys(("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"), ...)
+    names = {"num_experts_per_tok": ..., "num_experts_per_token": 2, "layer_types": ...}
+    names |= {"n_group": ..., "num_expert_group": 3, "norm_topk_prob": ..., "moe_renormalize": True}
+    assert variant("kimi_linear", linear_attn_config=layers, **linear, **names) == expected
+
+
 def test_dense_layers_are_read():
     four = {"num_hidden_layers": 4, "mlp_only_layers": None}
     assert variant("qwen3_moe", **four, decoder_sparse_step=2).dense_layers == (0, 2)
@@ -481,6 +497,8 @@ REFUSED = [
     ),
     ("lfm2_moe", {"layer_types": ["conv"]}, "layer_types=['conv'] must name 4 layers"),
     ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False is not supported, only True"),
+    ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
     (
         "minimax",
         {"full_attn_alpha_factor": 2.0},

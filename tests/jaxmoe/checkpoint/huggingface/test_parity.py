@@ -119,7 +119,7 @@ def test_modeling_file_in_bfloat16(torch):
     )
 
 
-NORMED = ("jamba", "qwen3_next", "qwen3_5_moe_text", "minimax")
+NORMED = ("jamba", "qwen3_next", "qwen3_5_moe_text", "minimax", "kimi_linear")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -253,6 +253,7 @@ GENERATING = (
     "ernie4_5_moe",
     "llama4_text",
     "minimax",
+    "kimi_linear",
 )
 
 
