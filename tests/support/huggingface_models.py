@@ -156,8 +156,8 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 _CENTRED = ("qwen3_next", "qwen3_5_moe_text")
 """Families whose gains are 1 + w, those of delta layers excepted."""
-_BIASES = (*(f"self_attn.{name}_proj.bias" for name in "qkvo"), "router.bias", "self_attn.sinks")
-"""Vectors that are added, of mean 0."""
+_RECURRENT = (".mamba.", ".conv.")
+"""Parts of names of mixers whose biases are drawn about 1."""
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -173,8 +173,8 @@ def build(config: dict[str, Any]) -> Any:
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_gain = parameter.ndim == 1
-            is_gain = is_gain and not name.endswith(".bias")
+            is_bias = name.endswith(".bias") and not any(part in name for part in _RECURRENT)
+            is_gain = parameter.ndim == 1 and not is_bias
             values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
             if name.endswith(
                 ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight")
@@ -186,7 +186,7 @@ def build(config: dict[str, Any]) -> Any:
                 values -= 1.0
             if name.endswith(".linear_attn.A_log"):
                 values -= 2.0  # decays of a half, not of almost all
-            if name.endswith(_BIASES):
+            if name.endswith("self_attn.sinks"):
                 values -= is_gain
             if name.endswith("e_score_correction_bias"):
                 values *= 0.5
