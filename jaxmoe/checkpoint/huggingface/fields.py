@@ -194,7 +194,7 @@ class Fields:
                     " and has nothing else"
                 )
             length = int(values.pop("original_length"))
-            floats = {key: float(value) for key, value in values.items()}
+            floats: dict[str, Any] = {key: float(value) for key, value in values.items()}
             scalings.add(YarnConfig(original_length=length, **floats))
         if len(scalings) > 1:
             raise CheckpointError("config.rope_scaling and config.rope_parameters differ")

@@ -127,7 +127,8 @@ def _attend_at(degree: int, inputs: HeldAttention) -> tuple[Array, Seen]:
         axes = (inputs.cut.axes[-1 - len(axes)], *axes)
         size *= jax.lax.axis_size(axes[0])
     inputs = inputs._replace(cut=Cut(axes, degree * inputs.cut.held, inputs.cut.held))
-    return _RING.attend_along(inputs, axis=axes), observe_gathered(inputs, _RING)
+    out, sums = _RING.attend_along(inputs, axis=axes)
+    return out, observe_gathered(inputs, _RING) | sums
 
 
 def _order_within(length: int, ranks: int, degree: int) -> Int[np.ndarray, " S"]:

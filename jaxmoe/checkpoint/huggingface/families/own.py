@@ -63,5 +63,5 @@ def family_of(fields: Mapping[str, Any]) -> Family:
     Raises:
         CheckpointError: The model_type is unknown.
     """
-    name = fields.get("model_type")
+    name: Any = fields.get("model_type")  # of any type, in a file of any origin
     return OWN if name == OWN.name else family(name)

@@ -196,7 +196,7 @@ def test_docstring_example_runs(tmp_path, monkeypatch):
     )
     olmoe = SimpleNamespace(from_pretrained=lambda _: theirs)
     names = {"transformers": SimpleNamespace(OlmoeForCausalLM=olmoe)}
-    block = huggingface.__doc__.partition("\n\n")[2].partition("    families.py")[0]
+    block = huggingface.__doc__.partition("\n\n")[2].partition("    family.py")[0]
     block = textwrap.dedent(block).replace("OLMoE-1B-7B-0924", str(place))
     exec(block.replace("Moonlight-16B-A3B", str(other)), names)
     assert names["logits"].shape == (1, 3, 26)
