@@ -23,6 +23,9 @@ REASONS: Final[dict[str, str]] = {
     " SqrtGate is defined by keeping the RMS of both branches",
     "RowTransform.rows_per_sequence": "caches and FLOPs count the rows of any mixer; streams are"
     " rows, and nothing else tells their number",
+    # Files.
+    "Family.constants": "import and export ask any family; of those here only MiniMax stores what"
+    " its config already says",
     # Routing.
     "SelectionBias.init": "every bias has a state, zeros by expert; the one with a histogram keeps"
     " it there, too",

@@ -37,6 +37,9 @@ CASES = {
         **{"num_heads": 3, "latent_dim": 6, "nope_dim": 2, "rope_dim": 4, "value_dim": 9},
         **{"rope_layout": "halves", "rope_theta": 30.0, "norm_epsilon": 0.1},
     ),
+    "without positions, an odd shared part": LatentAttentionConfig(
+        num_heads=2, latent_dim=7, nope_dim=4, rope_dim=3, value_dim=5, positions="none"
+    ),
 }
 SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 0, 0]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 0, 1]], np.int32)
@@ -47,7 +50,9 @@ def _normal(seed, *shape):
 
 
 def turn(x, positions, config):
-    """RoPE as multiplication by complex numbers, in the layout of the weights."""
+    """RoPE as multiplication by complex numbers, in the layout of the weights, or nothing."""
+    if config.positions == "none":
+        return x
     frequencies = config.rope_theta ** (-2.0 * np.arange(config.rope_dim // 2) / config.rope_dim)
     turn_by = np.exp(1j * np.asarray(positions)[:, :, None] * frequencies).astype(np.complex64)
     half = config.rope_dim // 2
