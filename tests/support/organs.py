@@ -33,8 +33,6 @@ REASONS: Final[dict[str, str]] = {
     " router with a counter of steps",
     "TopKConfig.is_over_chosen": "an option of softmax scores, which the one `score` of the family"
     " passes on",
-    # Files.
-    "Family.constants": "import and export ask any family; one stores decays beside its weights",
     # Devices.
     "Dispatcher.token_route": "the layer asks any dispatcher whether tokens move first; only one"
     " that sends rows can have tables of where",

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routed experts: E feed-forwards as stacked weights, applied to rows sorted by expert.
 
-    y = g (act(x Wg + bg, x Wu + bu) Wd + bd)             g: the gate of the row
+    y = g (act(x Wg + b_g, x Wu + b_u) Wd + b_d)          g: the gate of the row
     y = act(g x Wg, g x Wu) Wd                            where the gate scales the input
 
 The weights are declared here and used inside the layer's region, where rows are local. A SwiGLU

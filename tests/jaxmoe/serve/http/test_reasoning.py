@@ -26,7 +26,7 @@ ROWS = {
         ("<think>\n\n</think>\n\n", "<think>a</think>b", None, "<think>a</think>b"),
         ("", "b</think>c", None, "b</think>c"),
         ("", " <thin", None, " <thin"),
-        ("", "<think>a</thi", "a</thi", None),
+        ("", "<think>a</thin", "a</thin", None),
         ("", "", None, ""),
         ("", "  ", None, "  "),
     ],
