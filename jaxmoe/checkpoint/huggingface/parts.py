@@ -76,7 +76,8 @@ def sigmoid_experts(fields: Fields) -> MoEConfig:
     Args:
         fields: Fields of a config.
     """
-    fields.only("scoring_func", "sigmoid", "these experts are scored by sigmoid")
+    if fields.get("scoring_func") != "noaux_tc":  # dots.llm1 has the method there
+        fields.only("scoring_func", "sigmoid", "these experts are scored by sigmoid")
     fields.only("topk_method", "noaux_tc", "these experts are chosen with a bias")
     for name in ("aux_loss_alpha", "seq_aux", "ep_size", "router_aux_loss_coef"):
         fields.get(name)  # of training alone

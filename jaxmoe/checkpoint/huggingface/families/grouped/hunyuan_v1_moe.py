@@ -58,6 +58,7 @@ class HunyuanMoeFamily(Family):
             fields.only(name, True, "transformers computes this model alone")
         for name in ("use_cla", "use_mla", "mlp_bias"):
             fields.only(name, False, "transformers computes this model alone")
+        fields.get("attention_dropout")  # of training; 0.1 in the published config
         fields.only("num_shared_expert", 1, "there is one shared expert, as wide as the others")
         width = fields.size("intermediate_size")
         fields.only("moe_intermediate_size", width, "experts are intermediate_size wide")
