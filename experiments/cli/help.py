@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, get_args, get_origin
 
 from experiments.cli.choices import FieldChoice, find_choices, nested_configs, with_value
@@ -160,13 +160,6 @@ def _choices(config: Any, group: str = "") -> Iterator[str]:
     off = off if len(off) > _FEW else []
     choices = [choice for choice in choices if choice.path not in off]
     if choices:
-        lines: list[str] = []
-        for choice in choices:
-            line = f"{lines[-1]}    {choice}" if lines else ""
-            if line and len(_wrap(line, "")) == 1 and not lines[-1].startswith(" " * 8):
-                lines[-1] = line
-            else:
-                lines += _wrap(f"  {choice}", " " * 8)
         yield "\n".join(
             [
                 *_wrap(
@@ -174,12 +167,29 @@ def _choices(config: Any, group: str = "") -> Iterator[str]:
                     " --dotted.field NAME ...); a flag that only one NAME has chooses it:",
                     "",
                 ),
-                *lines,
+                *_pack(map(str, choices)),
             ]
         )
     if off:
         heading = "Groups that are off until a flag of theirs is given; GROUP:none leaves them off:"
         yield "\n".join([*_wrap(heading, ""), *_wrap(f"  {'  '.join(off)}", "  ")])
+
+
+def _pack(texts: Iterable[str]) -> list[str]:
+    """Return lines of texts: first those that fill lines, then short ones, several on a line."""
+    filled: list[str] = []
+    shared: list[str] = []
+    for text in texts:
+        lines = _wrap(f"  {text}", " " * 8)
+        joined = [f"{line}    {text}" for line in shared]
+        place = next((i for i, line in enumerate(joined) if len(_wrap(line, "")) == 1), None)
+        if len(lines) > 1:
+            filled += lines
+        elif place is None:
+            shared += lines
+        else:
+            shared[place] = joined[place]
+    return filled + shared
 
 
 def _members(config: Any, group: str) -> Iterator[str]:
