@@ -313,7 +313,7 @@ def mixer_alone(model):
 )
 def test_a_layer_without_feed_forward_is_one_whose_feed_forward_returns_zeros(name):
     changes = {"residual": LadderResidualConfig()} if name == "ladder" else VARIANTS[name]
-    model = mixer_alone(dataclasses.replace(BASE, multipliers=None, **changes))
+    model = mixer_alone(dataclasses.replace(BASE, multipliers=None, **model_fields(**changes)))
     zeros = LayerConfig(feed_forward=DenseConfig(hidden_dim=4))
     plain = dataclasses.replace(model, layers=(zeros, LayerConfig()))
     params = dict(params_of(model))
