@@ -169,4 +169,4 @@ def test_values_are_those_of_transformers():
     exponents = torch.tensor(rng.integers(120, 135, size=(2, 3, 2)).astype(np.uint8))
     decoded = decode_weights(MXFP4, {"m_blocks": blocks, "m_scales": exponents})["m"]
     wide = dequantize_convertops(blocks, exponents, torch.float32)
-    np.testing.assert_array_equal(np.asarray(decoded), wide.numpy())
+    np.testing.assert_array_equal(np.asarray(decoded), wide.detach().numpy())
