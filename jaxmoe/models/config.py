@@ -75,6 +75,9 @@ class ModelOptions:
             )
 
 
+_NO_OPTIONS = ModelOptions()
+
+
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -183,7 +186,7 @@ class ModelConfig:
     @property
     def extras(self) -> ModelOptions:
         """The options, neutral ones where there are none."""
-        return self.options or ModelOptions()
+        return self.options or _NO_OPTIONS
 
     @property
     def forward_multipliers(self) -> ForwardMultipliers:

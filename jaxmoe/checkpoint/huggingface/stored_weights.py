@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxmoe.checkpoint.huggingface.paths import show_value
+from jaxmoe.checkpoint.huggingface.weights import tensor_values
 from jaxmoe.checkpoint.manifest import CheckpointError
 
 CONFIG: Final = "quantization_config"
@@ -127,8 +128,8 @@ def _weight_times_scales(name: str, tensor: Any, scales: Any, block: Any) -> Dec
         )
 
     def read() -> np.ndarray:
-        values = as_float32(tensor)
-        factors = as_float32(scales)
+        values = tensor_values(tensor).astype(np.float32)
+        factors = tensor_values(scales).astype(np.float32)
         if factors.ndim:
             for axis, size in zip((-2, -1), sizes, strict=True):
                 factors = np.repeat(factors, size, axis=axis)
@@ -136,13 +137,6 @@ def _weight_times_scales(name: str, tensor: Any, scales: Any, block: Any) -> Dec
         return values * factors
 
     return DecodedTensor(shape, read, getattr(tensor, "file", None))
-
-
-def as_float32(tensor: Any) -> np.ndarray:
-    """Return the values of a tensor of numpy or PyTorch, of any width of floats."""
-    if hasattr(tensor, "detach"):  # numpy cannot read narrow floats of PyTorch
-        return tensor.detach().cpu().float().numpy()
-    return np.asarray(tensor).astype(np.float32)
 
 
 def _decode_mxfp4(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,21 +168,15 @@ def _blocks(name: str, blocks: Any, scales: Any) -> DecodedTensor:
     experts, outs, count, _ = shape
 
     def read() -> np.ndarray:
-        codes = _integers(blocks).astype(np.uint8)
+        codes = tensor_values(blocks).astype(np.uint8)
         values = np.empty((experts, outs, count, _MX_BLOCK), np.float32)
         values[..., 0::2] = _FP4_VALUES[codes & 0xF]
         values[..., 1::2] = _FP4_VALUES[codes >> 4]
-        exponents = _integers(scales).astype(np.int32) - _EXPONENT_BIAS
+        exponents = tensor_values(scales).astype(np.int32) - _EXPONENT_BIAS
         values = np.ldexp(values, exponents[..., None])
         return np.swapaxes(values.reshape(experts, outs, -1), 1, 2)
 
     return DecodedTensor((experts, count * _MX_BLOCK, outs), read, getattr(blocks, "file", None))
-
-
-def _integers(tensor: Any) -> np.ndarray:
-    if hasattr(tensor, "detach"):
-        return tensor.detach().cpu().numpy()
-    return np.asarray(tensor)
 
 
 _FORMATS: Final[dict[Any, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]]] = {

@@ -33,6 +33,7 @@ from jaxmoe.layers.context import (
     require_positive,
 )
 from jaxmoe.layers.mixers.attention_parts import (
+    NO_OPTIONS,
     AttentionOptions,
     add_biases,
     add_output_bias,
@@ -125,7 +126,7 @@ class AttentionConfig(AttentionMixer):
     @property
     def extras(self) -> AttentionOptions:
         """The options, neutral ones where there are none."""
-        return self.options or AttentionOptions()
+        return self.options or NO_OPTIONS
 
     def projection_parameters(self, embed_dim: int) -> int:
         """Return the number of parameters in the projections of one layer.

@@ -120,6 +120,8 @@ class AttentionOptions:
             self.rope_scaling.check(self.rope_dim(head_dim) // 2)
 
 
+NO_OPTIONS = AttentionOptions()
+"""Options that add nothing."""
 _ROWS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
 _BIASES = {
     "q": (ax.HEADS, ax.ACT_HEADS),

@@ -78,6 +78,9 @@ class MoEOptions:
                 )
 
 
+_NO_OPTIONS = MoEOptions()
+
+
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig(FeedForwardBase):
@@ -131,7 +134,7 @@ class MoEConfig(FeedForwardBase):
     @property
     def extras(self) -> MoEOptions:
         """The options, neutral ones where there are none."""
-        return self.options or MoEOptions()
+        return self.options or _NO_OPTIONS
 
     @property
     def num_shared_units(self) -> int:
