@@ -15,7 +15,6 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxmoe.checkpoint.huggingface.fields import YARN
 from jaxmoe.checkpoint.huggingface.parts import FULL, SLIDING, layers_of
 from jaxmoe.checkpoint.huggingface.ropes import rope_fields
 from jaxmoe.checkpoint.manifest import CheckpointError
@@ -53,7 +52,7 @@ def latent_fields(model: ModelConfig, family: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{family} has latent attention, and model.attention is {attention.name}"
         )
-    fields = {
+    return {
         "kv_lora_rank": attention.latent_dim,
         "q_lora_rank": attention.query_latent_dim,
         "qk_nope_head_dim": attention.nope_dim,
@@ -63,11 +62,6 @@ def latent_fields(model: ModelConfig, family: str) -> dict[str, Any]:
         "v_head_dim": attention.value_dim,
         "rope_interleave": attention.rope_layout == "interleaved",
     }
-    if (yarn := attention.yarn) is None:
-        return fields
-    stretched = {theirs: getattr(yarn, ours) for ours, theirs in YARN.items()}
-    rope = {"rope_type": "yarn", "rope_theta": attention.rope_theta, **stretched}
-    return fields | {"rope_parameters": rope, "rope_scaling": {"type": "yarn", **stretched}}
 
 
 def grouped_expert_fields(model: ModelConfig) -> dict[str, Any]:
@@ -332,7 +326,7 @@ def shared_fields(model: ModelConfig) -> dict[str, Any]:
     attention: Any = model.attention
     options = getattr(attention, "extras", None)
     share = 1.0
-    scaling = None
+    scaling = getattr(attention, "yarn", None)
     if options is not None:
         share = options.rope_dim(attention.head_dim) / attention.head_dim
         scaling = options.rope_scaling

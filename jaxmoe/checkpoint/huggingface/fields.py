@@ -18,7 +18,6 @@ from typing import Any, Final
 from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
-from jaxmoe.models.config import YarnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +43,6 @@ _IGNORED: Final = frozenset(
     " problem_type id2label label2id pretraining_tp quantization_config rope_parameters"
     " rope_scaling rope_theta model_type".split()
 )
-
-
-YARN: Final = {
-    "factor": "factor",
-    "original_length": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
-"""Names of the fields of `YarnConfig` in transformers."""
 
 
 def usual_names(
@@ -140,69 +128,6 @@ class Fields:
         for name, (supported, why) in _ONLY.items():
             if name not in self._asked:
                 self.only(name, supported, why)
-
-    def rope_theta(self, default: float, *, has_yarn: bool = False) -> float:
-        """Return the base of RoPE from any of its fields.
-
-        Raises:
-            CheckpointError: The kind of RoPE is not supported, or the config has two bases.
-        """
-        bases = {self.get("rope_theta")}
-        for name, rope in self._ropes():
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            by_layer = any(isinstance(value, Mapping) for value in rope.values())
-            is_known = kind == "default" or (has_yarn and kind == "yarn")
-            if not is_known or by_layer or rope.get("partial_rotary_factor", 1.0) != 1.0:
-                also = " or 'yarn'" if has_yarn else ""
-                raise CheckpointError(
-                    f"config.{name}={show_value(dict(rope))} is not supported: RoPE here is the"
-                    f" plain"
-                    f" one, of type 'default'{also}, the same in all layers and for whole heads"
-                )
-            bases.add(rope.get("rope_theta"))
-        bases.discard(None)
-        if len(bases) > 1:
-            raise CheckpointError(f"the config has several rope_theta: {sorted(bases)}")
-        return float(bases.pop()) if bases else default
-
-    def yarn(self) -> YarnConfig | None:
-        """Return the YaRN config, None if there is none. Fields are those of DeepSeek-V3.
-
-        Raises:
-            CheckpointError: A field is missing or unknown.
-        """
-        scalings: set[YarnConfig | None] = set()
-        for name, rope in self._ropes():
-            if rope.get("rope_type", rope.get("type", "default")) != "yarn":
-                continue
-            values: dict[str, Any] = {ours: rope.get(theirs) for ours, theirs in YARN.items()}
-            values["beta_fast"] = values["beta_fast"] or 32.0
-            values["beta_slow"] = values["beta_slow"] or 1.0
-            missing = [YARN[ours] for ours, value in values.items() if not value]
-            field_names = {
-                *YARN.values(),
-                "type",
-                "rope_type",
-                "rope_theta",
-                "partial_rotary_factor",
-            }
-            unknown = sorted(key for key in rope.keys() - field_names if rope[key] is not None)
-            if missing or unknown:
-                raise CheckpointError(
-                    f"config.{name}={show_value(dict(rope))}: YaRN here needs"
-                    f" {', '.join(YARN.values())}"
-                    " and has nothing else"
-                )
-            length = int(values.pop("original_length"))
-            floats: dict[str, Any] = {key: float(value) for key, value in values.items()}
-            scalings.add(YarnConfig(original_length=length, **floats))
-        if len(scalings) > 1:
-            raise CheckpointError("config.rope_scaling and config.rope_parameters differ")
-        return scalings.pop() if scalings else None
-
-    def _ropes(self) -> list[tuple[str, Mapping[str, Any]]]:
-        names = ("rope_parameters", "rope_scaling")
-        return [(name, self.get(name, default={})) for name in names]
 
     def warn_of_the_rest(self) -> None:
         """Log the fields that were not read and are not known to be harmless."""

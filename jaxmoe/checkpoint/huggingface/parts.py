@@ -148,6 +148,13 @@ def latent_attention(
     heads = fields.size("num_attention_heads")
     fields.only("num_key_value_heads", heads, "every head has keys of its own, from the latent")
     fields.get("head_dim")  # the rotary width, or nothing
+    rope = read_rope(fields, 10_000.0, kinds=("yarn",))
+    if rope.share != 1.0:
+        raise CheckpointError(
+            f"config.partial_rotary_factor={rope.share} is not supported, only 1.0: RoPE turns all"
+            " qk_rope_head_dim features"
+        )
+    yarn: Any = rope.scaling
     attention = LatentAttentionConfig(
         num_heads=heads,
         latent_dim=fields.size("kv_lora_rank"),
@@ -156,8 +163,8 @@ def latent_attention(
         rope_dim=fields.size("qk_rope_head_dim"),
         value_dim=fields.size("v_head_dim"),
         positions=positions,
-        rope_theta=fields.rope_theta(10_000.0, has_yarn=True),
-        yarn=fields.yarn(),
+        rope_theta=rope.theta,
+        yarn=yarn,
         rope_layout="interleaved" if fields.get("rope_interleave", default=True) else "halves",
     )
     fields.only("qk_head_dim", attention.head_dim, "it is qk_nope_head_dim + qk_rope_head_dim")

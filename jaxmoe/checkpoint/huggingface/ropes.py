@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes how RoPE turns grouped-query attention, in both spellings of `transformers`.
+"""Reads and writes how RoPE turns queries and keys, in both spellings of `transformers`.
 
     version 4    rope_theta, rope_scaling {type, factor, ...}, partial_rotary_factor
     version 5    rope_parameters {rope_type, rope_theta, partial_rotary_factor, factor, ...}
@@ -14,7 +14,7 @@ To add a kind of scaling: a row in `_KINDS`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from jaxmoe.checkpoint.huggingface.fields import Fields
@@ -54,13 +54,16 @@ class Rope(NamedTuple):
         return None if width == head_dim else width
 
 
-def read_rope(fields: Fields, theta: float, *, share: float = 1.0) -> Rope:
+def read_rope(
+    fields: Fields, theta: float, *, share: float = 1.0, kinds: Collection[str] | None = None
+) -> Rope:
     """Return the RoPE of a config.
 
     Args:
         fields: Fields of a config.
         theta: Base where the config has none.
         share: Share of a head that turns where the config has none.
+        kinds: Kinds of scaling that the attention has; all of them when None.
 
     Raises:
         CheckpointError: A kind or a field is not supported, is missing, or is there twice.
@@ -73,7 +76,7 @@ def read_rope(fields: Fields, theta: float, *, share: float = 1.0) -> Rope:
         rope = {key: value for key, value in values.items() if value is not None}
         thetas.add(rope.get("rope_theta"))
         shares.add(rope.get("partial_rotary_factor"))
-        if (scaling := _scaling(fields, name, rope)) is not None:
+        if (scaling := _scaling(fields, name, rope, kinds or _KINDS)) is not None:
             scalings.add(scaling)
     if len(scalings) > 1:
         raise CheckpointError("config.rope_scaling and config.rope_parameters differ")
@@ -92,15 +95,17 @@ def _single(name: str, values: set[Any], default: float) -> float:
     return numbers.pop() if numbers else default
 
 
-def _scaling(fields: Fields, name: str, rope: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(
+    fields: Fields, name: str, rope: Mapping[str, Any], kinds: Collection[str]
+) -> RopeScaling | None:
     """Return the scaling of one of the two spellings."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()) or (
-        kind != "default" and kind not in _KINDS
+        kind != "default" and kind not in kinds
     ):
         raise CheckpointError(
-            f"config.{name}={show_value(dict(rope))} is not supported: RoPE here is the same in all"
-            f" layers, of type 'default' or {', '.join(map(repr, _KINDS))}"
+            f"config.{name}={show_value(dict(rope))} is not supported: RoPE here is of type"
+            f" 'default' or {', '.join(map(repr, kinds))}, the same in all layers"
         )
     if kind == "default":
         return None
@@ -118,7 +123,8 @@ def _scaling(fields: Fields, name: str, rope: Mapping[str, Any]) -> RopeScaling 
         return build(values)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"config.{name}={show_value(dict(rope))}: RoPE of type {kind!r} needs {error}"
+            f"config.{name}={show_value(dict(rope))}: {_TITLES.get(kind, kind)} here needs"
+            f" {names.replace(' ', ', ')}, and {error} is missing"
         ) from error
 
 
@@ -180,6 +186,7 @@ _KINDS: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], RopeScaling]]]]
     "llama3": (f"factor low_freq_factor high_freq_factor {_LENGTH}", _llama3),
 }
 """Fields of each kind of scaling, and how it is built from them."""
+_TITLES = {"yarn": "YaRN", "longrope": "LongRoPE", "llama3": "RoPE of Llama 3"}
 
 
 def rope_fields(theta: float, share: float, scaling: RopeScaling | None) -> dict[str, Any]:

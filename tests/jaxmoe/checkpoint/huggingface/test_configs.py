@@ -384,12 +384,12 @@ REFUSED = [
     (
         "qwen3_moe",
         {"rope_scaling": YARN},
-        "RoPE of type 'yarn' needs 'original_max_position_embeddings'",
+        "YaRN here needs factor, original_max_position_embe",
     ),
     (
         "mixtral",
         {"rope_parameters": {"full": {}}},
-        "RoPE here is the same in all layers, of type 'default'",
+        "'llama3', the same in all layers",
     ),
     ("mixtral", {"rope_theta": 5.0}, "the config has several rope_theta: [5.0, 300.0]"),
     ("mixtral", {"num_experts": 6}, "the config has num_local_experts=5 and num_experts=6, two "),
