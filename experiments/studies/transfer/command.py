@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -312,9 +313,9 @@ class Sweep:
 
 def _names() -> str:
     """Return the axes and arms, for `--help`."""
-    lines = [f"  {name}  {axis.label}" for name, axis in AXES.items()]
+    axes = ", ".join(f"{name} ({axis.label})" for name, axis in AXES.items())
     arms = [f"  {name}  {arm.words}" for name, arm in ARMS.items()]
-    return "\n".join(["Axes:", *lines, "", "Arms:", *arms])
+    return "\n".join([textwrap.fill(f"Axes: {axes}.", 100), "", "Arms:", *arms])
 
 
 def _check_steps(config: TransferConfig, default: TransferConfig) -> None:

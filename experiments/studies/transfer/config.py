@@ -56,25 +56,25 @@ class TransferConfig(StudyConfig):
     most_seeds: ClassVar[int] = 16
 
     axis: str = "width"
-    """Quantity that grows; --help lists the axes."""
+    """Quantity that grows: width, depth, tokens, batch, granularity, sparsity or balance."""
     points: tuple[float, ...] = ()
     """Values of the axis, at least two (tokens: multiples of training.steps); chosen by the
     model when empty."""
     arms: tuple[str, ...] = ()
-    """Arms, as --help lists them; by default that of parameterization and optimizer if either is
-    given, else standard and hyperp_bounded."""
+    """Named pairs of parameterisation and optimiser. When empty: the arm of parameterization and
+    optimizer if either is given, else standard and hyperp_bounded."""
     rates: tuple[float, ...] = (5.0,)
-    """Number of rates, a factor of two apart, or three and more rates."""
+    """Number of rates, a factor of two apart around the arm's own; or at least three rates."""
     extend: int = 2
     """Further rates to try where the best is the first or the last, or where the largest point
     lacks the smallest one's best."""
     seeds: int = 3
-    """Trials at each rate, each with the same key at every point."""
+    """Trials at each rate; trial i of every point has the same key and order of data."""
     budget: float | None = None
-    """Minutes for all trials here. Sets training.steps once, from the time of a step at each
-    point; None leaves it as given."""
+    """Minutes for all trials on this machine. Sets training.steps once, from the measured time
+    of a step at each point; None leaves training.steps as given."""
     check: Literal["coordinates"] | None = None
-    """Check in place of a sweep: do activations keep their size?"""
+    """Check to run instead of a sweep: do activations and their changes keep their size?"""
     check_steps: int = 4
     """Steps of the check."""
     model: ModelConfig = _MODEL
