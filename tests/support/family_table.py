@@ -102,6 +102,8 @@ def layers_of(model: ModelConfig) -> str:
         names += [mixer.name, *options_of(getattr(mixer, "options", None))]
         if getattr(mixer, "window", None) is not None:
             names.append("window")
+        if getattr(mixer, "query_temperature", None) is not None:
+            names.append("query temperature")
         if getattr(mixer, "positions", "rotary") == "none":
             names.append("no positions")
     if model.moe is not None:

@@ -21,7 +21,7 @@ from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import varying_fields
 from jaxmoe.layers.context import heads_of
 from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
-from jaxmoe.layers.mixers.attention_parts import AttentionOptions
+from jaxmoe.layers.mixers.attention_parts import NO_OPTIONS, AttentionOptions
 from jaxmoe.models.config import MixerBase, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
@@ -34,7 +34,7 @@ def window_of(model: ModelConfig) -> int | None:
 
 def options_of(model: ModelConfig) -> AttentionOptions:
     """Return the options of the attention of a model, neutral ones where it has none."""
-    return getattr(model.attention, "extras", AttentionOptions())
+    return getattr(model.attention, "extras", NO_OPTIONS)
 
 
 def latent_fields(model: ModelConfig, family: str) -> dict[str, Any]:
@@ -138,8 +138,7 @@ def normal_form(model: ModelConfig) -> ModelConfig:
     """Return an equal model as families describe it: at most one attention, one recurrent mixer and
     one dense width, `model.layers` empty where all layers have one mixer.
 
-    Mixers may differ from layer to layer in their `layer_fields`, attention also in the temperature
-    of its queries.
+    Mixers may differ from layer to layer in their `layer_fields`.
 
     Parameters of a repeating period have other paths in the normal form.
 
@@ -192,15 +191,11 @@ def normal_form(model: ModelConfig) -> ModelConfig:
 
 def _without_patterns(mixer: Any) -> Any:
     """Return a mixer with the defaults of what families change from layer to layer."""
-    changes: dict[str, Any] = {
+    changes = {
         field.name: field.default
         for field in dataclasses.fields(mixer)
         if field.name in mixer.layer_fields
     }
-    options = getattr(mixer, "options", None)
-    if isinstance(options, AttentionOptions):
-        options = dataclasses.replace(options, query_temperature=None)
-        changes["options"] = None if options == AttentionOptions() else options
     return dataclasses.replace(mixer, **changes)
 
 

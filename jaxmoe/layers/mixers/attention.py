@@ -35,6 +35,7 @@ from jaxmoe.layers.context import (
 from jaxmoe.layers.mixers.attention_parts import (
     NO_OPTIONS,
     AttentionOptions,
+    QueryTemperatureConfig,
     add_biases,
     add_output_bias,
     gate_heads,
@@ -70,7 +71,7 @@ class AttentionConfig(AttentionMixer):
 
     name: ClassVar[str] = "grouped_query"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
-    layer_fields: ClassVar[tuple[str, ...]] = ("window", "positions")
+    layer_fields: ClassVar[tuple[str, ...]] = ("window", "positions", "query_temperature")
     can_quantize: ClassVar[bool] = True
     has_pages: ClassVar[bool] = True
     can_select_pages: ClassVar[bool] = True
@@ -96,6 +97,8 @@ class AttentionConfig(AttentionMixer):
     """Bound of the logits, softcap * tanh(logits / softcap); off when None."""
     is_causal: bool = True
     """Whether a token sees no later one; masked diffusion needs False."""
+    query_temperature: QueryTemperatureConfig | None = None
+    """Growth of the queries with their positions, after RoPE and norms; none when None."""
     options: AttentionOptions | None = None
     """What some published models add; nothing when None."""
 
@@ -324,8 +327,8 @@ class Attention(nn.Module):
         if options.qk_norm_place == "after":
             q = self._norm("q_norm", q)
             k = self._norm("k_norm", k)
-        if options.query_temperature is not None:
-            factor = options.query_temperature.factor(self._positions(tokens, q.shape[1]))
+        if config.query_temperature is not None:
+            factor = config.query_temperature.factor(self._positions(tokens, q.shape[1]))
             q = (q * factor).astype(q.dtype)
         return q, k, v
 

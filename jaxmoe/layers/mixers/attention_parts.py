@@ -47,7 +47,7 @@ class QueryTemperatureConfig:
     """Weight of the logarithm (a)."""
 
     def __post_init__(self):
-        require_positive("attention.options.query_temperature", self, "floor_scale", "attn_scale")
+        require_positive("attention.query_temperature", self, "floor_scale", "attn_scale")
 
     def factor(self, positions: Int[Array, "#B S"]) -> Float[Array, "#B S 1 1"]:
         """Return the factor of the queries at these positions, f32."""
@@ -77,8 +77,6 @@ class AttentionOptions:
     """Features that RoPE turns together: h and h + rotary_dim / 2, or 2h and 2h + 1."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the wavelengths for rows longer than those of pretraining; None for none."""
-    query_temperature: QueryTemperatureConfig | None = None
-    """Growth of the queries with their positions, after RoPE and norms; none when None."""
     gate_form: GateForm = "head"
     """Whether `is_gated` has a gate for each head or for each feature of it."""
     has_sinks: bool = False

@@ -136,12 +136,9 @@ def oracle(config: AttentionConfig, params, x, positions, segment_ids):
         q, k = (rotate_in_place(part, angles, config.extras.rope_layout) for part in (q, k))
     if config.extras.qk_norm_place == "after":
         q, k = normed(config, params, q, k)
-    if config.extras.query_temperature is not None:
-        steps = np.floor((positions + 1) / config.extras.query_temperature.floor_scale)
-        q = (
-            q
-            * (1 + config.extras.query_temperature.attn_scale * np.log(1 + steps))[:, :, None, None]
-        )
+    if config.query_temperature is not None:
+        steps = np.floor((positions + 1) / config.query_temperature.floor_scale)
+        q = q * (1 + config.query_temperature.attn_scale * np.log(1 + steps))[:, :, None, None]
     distance = positions[:, :, None] - positions[:, None, :]
     sees = (distance >= 0) & (segment_ids[:, :, None] == segment_ids[:, None, :])
     if config.window is not None:

@@ -183,7 +183,7 @@ def test_a_family_that_lacks_an_option_is_refused(name):
     options = {name: OPTIONS[name]}
     if name == "gate_form":
         options["is_gated"] = True
-    field = "is_gated" if name == "is_gated" else "options"
+    field = name if name in ("is_gated", "query_temperature") else "options"
     with pytest.raises(CheckpointError, match=f"attention.{field}"):
         check_described(with_options(**options), with_options(), "a family")
 

@@ -77,7 +77,7 @@ class Llama4TextFamily(Family):
         """Return the fields of a model."""
         moe = moe_of(model)
         mixers: list[Any] = [kind.mixer for kind in model.kinds]
-        growths = [mixer.extras.query_temperature for mixer in mixers if mixer.positions == "none"]
+        growths = [mixer.query_temperature for mixer in mixers if mixer.positions == "none"]
         growth = next(iter(growths), None) or QueryTemperatureConfig()
         return shared_fields(model) | {
             "head_dim": model.attention.head_dim,
@@ -114,9 +114,8 @@ def _mixers(fields: Fields, attention: AttentionConfig, count: int) -> list[Atte
         floor_scale=float(fields.get("floor_scale", default=8192)),
         attn_scale=float(fields.get("attn_scale", default=0.1)),
     )
-    options = dataclasses.replace(
-        attention.extras,
-        query_temperature=growth if fields.get("attn_temperature_tuning", default=True) else None,
+    is_tuned = fields.get("attn_temperature_tuning", default=True)
+    still = dataclasses.replace(
+        attention, positions="none", query_temperature=growth if is_tuned else None
     )
-    still = dataclasses.replace(attention, positions="none", options=options)
     return [attention if has else still for has in has_rope]
