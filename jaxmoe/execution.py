@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jaxmoe import combinations
 from jaxmoe.configs import check_choices
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.kernels import KernelsConfig as KernelsConfig
+from jaxmoe.kernel_choices import KernelsConfig as KernelsConfig
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels.backend import platform
 from sharding.constrain import Placement

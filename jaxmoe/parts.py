@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.catalog import choice
 from jaxmoe.declarations import Declaration, Declared, draw
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.kernels import KernelsConfig
+from jaxmoe.kernel_choices import KernelsConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.moe.computation import assign
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig, token_route

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from experiments import recipes
-from jaxmoe import kernels
+from jaxmoe import kernel_choices
 from jaxmoe.contrib.few_bits.halo import HaloConfig
-from jaxmoe.kernels import KernelsConfig
+from jaxmoe.kernel_choices import KernelsConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import assemble
 from pallas_kernels.proof import CASES, KERNELS, Verdict
@@ -21,7 +21,7 @@ from sharding import MeshConfig, make_mesh
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch):
     """Nothing has been compared."""
-    monkeypatch.setattr(kernels, "_VERDICTS", {})
+    monkeypatch.setattr(kernel_choices, "_VERDICTS", {})
 
 
 @pytest.mark.parametrize("asked", [None, "xla"])
@@ -38,8 +38,8 @@ def test_a_kernel_that_another_process_found_wrong_is_not_used(monkeypatch, aske
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for function in (prove, gather):
-        monkeypatch.setattr(kernels, function.__name__, function)
-    monkeypatch.setattr(kernels, "distrust", lambda *words: distrusted.append(words))
+        monkeypatch.setattr(kernel_choices, function.__name__, function)
+    monkeypatch.setattr(kernel_choices, "distrust", lambda *words: distrusted.append(words))
     config._prove(is_shared=True)
     first = min(name for name in CASES if asked is None or name != "flash_attention")
     assert distrusted == [(first, "pallas_gpu", f"another process found {first} wrong")]
@@ -50,7 +50,9 @@ def test_a_kernel_that_another_process_found_wrong_is_not_used(monkeypatch, aske
 def test_pages_are_read_by_serving_alone(monkeypatch):
     compared = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(kernels, "prove", lambda names, directory: compared.append(names) or [])
+    monkeypatch.setattr(
+        kernel_choices, "prove", lambda names, directory: compared.append(names) or []
+    )
     KernelsConfig().prepare(None)
     KernelsConfig().prepare(None, serves=True)
     training, serving = map(set, compared)
@@ -62,12 +64,12 @@ def test_a_run_compares_what_its_products_call(monkeypatch):
     compared = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
-        kernels, "prove", lambda names, directory: compared.append(set(names)) or []
+        kernel_choices, "prove", lambda names, directory: compared.append(set(names)) or []
     )
     config = recipes.markov(steps=2, batch_size=8, sequence_length=16)
     few = dataclasses.replace(config.execution, precision=PrecisionPolicy(matmul=HaloConfig()))
     for execution in (config.execution, few):
-        kernels._VERDICTS.clear()
+        kernel_choices._VERDICTS.clear()
         assemble(dataclasses.replace(config, execution=execution), needs_data=False)
     assert compared[0] == {"flash_attention", "grouped_swiglu"}
     assert compared[1] == set(CASES) - {"paged_attention"}
@@ -82,7 +84,7 @@ def test_a_process_compares_once_whatever_the_mesh(monkeypatch):
         return [Verdict(operation=name, implementation="pallas_gpu", error=0.001) for name in names]
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(kernels, "prove", prove)
+    monkeypatch.setattr(kernel_choices, "prove", prove)
     for devices in (1, 2, 4):
         mesh = make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
         KernelsConfig().prepare_once(mesh)
