@@ -8,8 +8,9 @@
 Importing it initialises no backend and sets no flag.
 """
 
-from pallas_kernels.public_names import load_when_used
+from pallas_kernels.public_names import load_when_used, name_packages_beside
 
+name_packages_beside(__name__)
 load_when_used(__name__)
 
 __version__ = "0.2.0"

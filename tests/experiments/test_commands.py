@@ -11,7 +11,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
@@ -96,14 +95,7 @@ def test_the_console_command_runs_a_command_as_the_module_does():
     )
 
 
-def test_the_wheel_has_the_command_its_packages_and_the_version(capsys):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    module, _, name = project["project"]["scripts"]["jaxmoe"].partition(":")
-    assert getattr(importlib.import_module(module), name) is main
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert packages == ["jaxmoe", "sharding", "pallas_kernels", "experiments"]
-    assert project["tool"]["hatch"]["version"]["path"] == "jaxmoe/__init__.py"
-    assert all((ROOT / package / "py.typed").exists() for package in packages[:3])
+def test_the_console_command_has_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jaxmoe {jaxmoe.__version__}\n"
 
