@@ -38,7 +38,7 @@ import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 SECOND_NAMES = {
@@ -159,7 +159,7 @@ class _SecondName(importlib.abc.MetaPathFinder):
         return hash((self.name, self.package))
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+        self, fullname: str, path: Iterable[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None

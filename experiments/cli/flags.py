@@ -25,6 +25,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_origin
 
@@ -85,12 +86,28 @@ def parse(
                 f"unknown recipe {recipe!r}{closest(recipe, recipes)}\n"
                 f"recipes: {', '.join(recipes)}"
             )
-    lines = [f"  {name}  {_first_line(function)}".rstrip() for name, function in recipes.items()]
-    listing = f"Recipes, as the first word (default {default}):\n" + "\n".join(lines)
+    listing = f"Recipes, as the first word (default {default}):\n" + _recipe_lines(recipes)
     with exit_on_bad_configuration():
         config = recipes[recipe]()
     description = f"{description.strip()}\n\n{listing}"
     return recipe, parse_flags(config, arguments, prog, description, recipes=recipes)
+
+
+def _recipe_lines(recipes: Mapping[str, Callable[[], Any]]) -> str:
+    """Return a line for each recipe; those of a file that has many share the line of the file."""
+    files: dict[str, list[str]] = {}
+    for name, function in recipes.items():
+        files.setdefault(getattr(function, "__module__", ""), []).append(name)
+    lines = []
+    for module, names in files.items():
+        if len(names) > _RECIPES_WITH_A_LINE:
+            lines += textwrap.wrap(
+                ", ".join(names), 78, initial_indent="  ", subsequent_indent="  "
+            )
+            lines.append(f"        {_first_line(sys.modules[module])}")
+        else:
+            lines += [f"  {name}  {_first_line(recipes[name])}".rstrip() for name in names]
+    return "\n".join(lines)
 
 
 @without_advice()
@@ -210,10 +227,12 @@ def _in_one_line(page: str, name: str) -> str:
     return re.sub(r"^([\w.]+): (?=\1\.)", "", text)
 
 
-def _first_line(function: Callable[..., Any]) -> str:
-    return (function.__doc__ or "").strip().partition("\n")[0]
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().partition("\n")[0]
 
 
+_RECIPES_WITH_A_LINE = 3
+"""Largest number of recipes of one file that have a line each in `--help`."""
 _STORE = re.compile(r"(gs|s3|az|abfss?|adl|hf|r2|oss)://")
 _READS = "data"
 """Section whose paths may be in object stores."""

@@ -83,7 +83,8 @@ def _plan(make: Callable[[], PretrainConfig]) -> Callable[[], PlanConfig]:
         config = make()
         return PlanConfig(**{name: getattr(config, name) for name in _OF_PRETRAIN})
 
-    recipe.__doc__ = make.__doc__  # --help shows its first line
+    # --help shows the first line of its text, or of its file.
+    recipe.__doc__, recipe.__module__ = make.__doc__, make.__module__
     return recipe
 
 

@@ -53,6 +53,7 @@ from jaxmoe.routing.routers.token_choice.progressive_topk import (
     ProgressiveTopKConfig as ProgressiveTopKConfig,
 )
 from jaxmoe.routing.routers.token_choice.sparse_mixer import SparseMixerConfig as SparseMixerConfig
+from jaxmoe.routing.routers.token_choice.topk import LogitBiasConfig as LogitBiasConfig
 from jaxmoe.routing.routers.token_choice.topk import SigmoidTopKConfig as SigmoidTopKConfig
 from jaxmoe.routing.routers.token_choice.topk import SoftmaxTopKConfig as SoftmaxTopKConfig
 from jaxmoe.routing.routers.token_choice.topk import (
