@@ -17,7 +17,6 @@ Sources: arXiv 2412.06464; layout: transformers' `Qwen3NextGatedDeltaNet`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,11 +33,9 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import last_inputs
 from jaxmoe.layers.mixers.recurrent import (
+    ScanAxes,
     convolve_silu,
-    document_ids,
-    held_of_layer,
-    parts_of,
-    with_layer,
+    scan_layer,
 )
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
@@ -181,7 +178,6 @@ class DeltaCache(NamedTuple):
 _KEYS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_KV_HEADS, None)
 _VALUES = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 _STATE = (ax.ACT_BATCH, ax.ACT_HEADS, None, None)
-_TOKENS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
 _CACHE = {"q": _KEYS, "k": _KEYS, "v": _VALUES, "state": _STATE}
 _OF_KEYS = (ax.KV_HEADS, ax.HEAD_DIM)
 _OF_VALUES = (ax.HEADS, ax.HEAD_DIM)
@@ -219,15 +215,8 @@ class GatedDelta(nn.Module):
         dtype = self.execution.precision.compute_dtype
         projected, projected_axes = self.project(x.astype(dtype))
         weights, axes = self._weights()
-        segments = placement.place(document_ids(tokens, cache), _TOKENS)
-        layer_cache = held_of_layer(cache)
-        cache_axes = _CACHE if layer_cache else {}
-        region = placement.region(
-            functools.partial(self._scan, parts=parts_of(tokens, placement)),
-            in_axes=(projected_axes, axes, _TOKENS, cache_axes),
-            out_axes=(_VALUES, cache_axes),
-        )
-        y, new = region(projected, weights, segments, layer_cache)
+        scan_axes = ScanAxes(projected_axes, axes, _VALUES, _CACHE)
+        y, outputs = scan_layer(self._scan, projected, weights, tokens, cache, placement, scan_axes)
         config = self.config
         weight = self.matrix(
             "o",
@@ -238,7 +227,7 @@ class GatedDelta(nn.Module):
         )
         product = Product("bsnv,nvd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _VALUES)
         y = into_stream(y, product, placement, form=self.execution.tensor_products)
-        return y, MixerOutputs(cache=with_layer(cache, new))
+        return y, outputs
 
     def _scan(
         self,
@@ -248,7 +237,6 @@ class GatedDelta(nn.Module):
         layer_cache: dict[str, Array],
         *,
         parts: tuple[str, ...],
-        batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated and normed output of the heads of this device, and the new state.
 
@@ -258,9 +246,7 @@ class GatedDelta(nn.Module):
             segments: Document of each token, 0 for padding.
             layer_cache: Arrays of the layer's cache; none without one.
             parts: Mesh axes over which rows are cut.
-            batch_axes: Mesh axes over which sequences are split.
         """
-        del batch_axes
         new = {}
         inputs = {}
         for name in "qkv":

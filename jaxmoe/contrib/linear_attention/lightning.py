@@ -39,11 +39,9 @@ from jaxmoe.layers.context import (
     require_positive,
 )
 from jaxmoe.layers.mixers.recurrent import (
-    document_ids,
-    held_of_layer,
-    parts_of,
+    ScanAxes,
     run_rows,
-    with_layer,
+    scan_layer,
 )
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from pallas_kernels import state_space_dual
@@ -227,7 +225,6 @@ class LightningCache(NamedTuple):
 
 _X = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 _STATE = (ax.ACT_BATCH, ax.ACT_HEADS, None, None)
-_TOKENS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
 _HEADS = (ax.HEADS, ax.HEAD_DIM)
 
 
@@ -275,24 +272,10 @@ class Lightning(nn.Module):
         projected = out_of_stream(x.astype(dtype), products, placement, form=form)
         gain = Declaration(shape=sizes, axes=_HEADS, role="norm", matrix=None, init="ones")
         weights = {"norm": declare(self, "norm", gain), "rates": config.rates(layer)}
-        segments = placement.place(document_ids(tokens, cache), _TOKENS)
-        layer_cache = held_of_layer(cache)
-        cache_axes = {"state": _STATE} if layer_cache else {}
-        region = placement.region(
-            functools.partial(
-                self._scan,
-                axes=placement.mesh_axes(ax.ACT_HEADS),
-                parts=parts_of(tokens, placement),
-            ),
-            in_axes=(
-                dict.fromkeys("qkvz", _X),
-                {"norm": (ax.HEADS, None), "rates": (ax.HEADS,)},
-                _TOKENS,
-                cache_axes,
-            ),
-            out_axes=(_X, cache_axes),
-        )
-        y, new = region(projected, weights, segments, layer_cache)
+        scan = functools.partial(self._scan, axes=placement.mesh_axes(ax.ACT_HEADS))
+        weight_axes = {"norm": (ax.HEADS, None), "rates": (ax.HEADS,)}
+        scan_axes = ScanAxes(dict.fromkeys("qkvz", _X), weight_axes, _X, {"state": _STATE})
+        y, outputs = scan_layer(scan, projected, weights, tokens, cache, placement, scan_axes)
         row = Declaration(
             shape=(*sizes, self.context.embed_dim),
             axes=(*_HEADS, ax.EMBED),
@@ -302,7 +285,7 @@ class Lightning(nn.Module):
         weight = declare(self, "o", row).astype(dtype)
         product = Product("bsnh,nhd->bsd", weight, (ax.HEADS, None, None), _X)
         y = into_stream(y, product, placement, form=form)
-        return y, MixerOutputs(cache=with_layer(cache, new))
+        return y, outputs
 
     def _scan(
         self,
@@ -313,7 +296,6 @@ class Lightning(nn.Module):
         *,
         axes: tuple[str, ...],
         parts: tuple[str, ...],
-        batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the normed and gated output of the heads of this device, and the new state.
 
@@ -324,9 +306,7 @@ class Lightning(nn.Module):
             layer_cache: Arrays of the layer's cache; none without one.
             axes: Mesh axes over which heads are split.
             parts: Mesh axes over which rows are cut.
-            batch_axes: Mesh axes over which sequences are split.
         """
-        del batch_axes
         q, k, v = (jax.nn.silu(projected[name]) for name in "qkv")
         step = jnp.ones(v.shape[:3], jnp.float32)
         decay = -weights["rates"]

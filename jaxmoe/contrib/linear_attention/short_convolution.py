@@ -13,7 +13,6 @@ Source: transformers' `Lfm2MoeShortConv`; LFM2, arXiv 2511.23404.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,11 +27,9 @@ from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer
 from jaxmoe.layers.convolution import convolve, last_inputs
 from jaxmoe.layers.mixers.cut_rows import inputs_before
 from jaxmoe.layers.mixers.recurrent import (
-    document_ids,
-    held_of_layer,
-    parts_of,
+    ScanAxes,
+    scan_layer,
     with_biases,
-    with_layer,
 )
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from sharding import axes as ax
@@ -140,7 +137,6 @@ class ShortConvolutionCache(NamedTuple):
 
 
 _X = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
-_TOKENS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
 
 
 class ShortConvolution(nn.Module):
@@ -181,21 +177,16 @@ class ShortConvolution(nn.Module):
             products[name] = Product("bsd,dc->bsc", weight.astype(dtype), (None, ax.MLP), _X)
         projected = out_of_stream(x.astype(dtype), products, placement, form=form)
         weights, axes = self._weights()
-        segments = placement.place(document_ids(tokens, cache), _TOKENS)
-        layer_cache = held_of_layer(cache)
-        cache_axes = {"x": _X} if layer_cache else {}
-        region = placement.region(
-            functools.partial(self._convolve, parts=parts_of(tokens, placement)),
-            in_axes=(dict.fromkeys("bcx", _X), axes, _TOKENS, cache_axes),
-            out_axes=(_X, cache_axes),
+        scan_axes = ScanAxes(dict.fromkeys("bcx", _X), axes, _X, {"x": _X})
+        y, outputs = scan_layer(
+            self._convolve, projected, weights, tokens, cache, placement, scan_axes
         )
-        y, new = region(projected, weights, segments, layer_cache)
         weight = self._declare("o", (channels, width), (ax.MLP, ax.EMBED), role="attention_out")
         product = Product("bsc,cd->bsd", weight.astype(dtype), (ax.MLP, None), _X)
         y = into_stream(y, product, placement, form=form)
         if self.config.has_projection_bias:
             y = y + self._vector("o_bias", width, ax.NORM).astype(dtype)[None, None]
-        return y, MixerOutputs(cache=with_layer(cache, new))
+        return y, outputs
 
     def _convolve(
         self,
@@ -205,10 +196,8 @@ class ShortConvolution(nn.Module):
         layer_cache: dict[str, Array],
         *,
         parts: tuple[str, ...],
-        batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated output of the channels of this device, and their last inputs."""
-        del batch_axes
         if self.config.has_projection_bias:
             projected = with_biases(projected, weights)
         x = projected["b"] * projected["x"]

@@ -32,14 +32,12 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import last_inputs
 from jaxmoe.layers.mixers.recurrent import (
+    ScanAxes,
     convolve_silu,
-    document_ids,
     gate_output,
-    held_of_layer,
-    parts_of,
     run_rows,
+    scan_layer,
     with_biases,
-    with_layer,
 )
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
@@ -170,7 +168,6 @@ class MambaCache(NamedTuple):
 
 _X = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_MLP)
 _STATE = (ax.ACT_BATCH, ax.ACT_MLP, None)
-_TOKENS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
 
 
 class Mamba(nn.Module):
@@ -201,19 +198,9 @@ class Mamba(nn.Module):
             products[name] = Product("bsd,dc->bsc", weight.astype(dtype), (None, ax.MLP), _X)
         projected = out_of_stream(x.astype(dtype), products, placement, form=form)
         weights, axes = self._weights(dtype)
-        segments = placement.place(document_ids(tokens, cache), _TOKENS)
-        layer_cache = held_of_layer(cache)
-        held_axes = {"x": _X, "state": _STATE} if layer_cache else {}
-        region = placement.region(
-            functools.partial(
-                self._scan,
-                axes=placement.mesh_axes(ax.ACT_MLP),
-                parts=parts_of(tokens, placement),
-            ),
-            in_axes=(dict.fromkeys("xz", _X), axes, _TOKENS, held_axes),
-            out_axes=(_X, held_axes),
-        )
-        y, new = region(projected, weights, segments, layer_cache)
+        scan = functools.partial(self._scan, axes=placement.mesh_axes(ax.ACT_MLP))
+        scan_axes = ScanAxes(dict.fromkeys("xz", _X), axes, _X, {"x": _X, "state": _STATE})
+        y, outputs = scan_layer(scan, projected, weights, tokens, cache, placement, scan_axes)
         weight = self._declare(
             "o", (config.inner_dim, width), (ax.MLP, ax.EMBED), role="attention_out"
         )
@@ -221,7 +208,7 @@ class Mamba(nn.Module):
         y = into_stream(y, product, placement, form=form)
         if config.has_projection_bias:
             y = y + self._vector("o_bias", (width,), (ax.NORM,)).astype(dtype)[None, None]
-        return y, MixerOutputs(cache=with_layer(cache, new))
+        return y, outputs
 
     def _scan(
         self,
@@ -232,10 +219,8 @@ class Mamba(nn.Module):
         *,
         axes: tuple[str, ...],
         parts: tuple[str, ...],
-        batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated output of the channels of this device, and the new state."""
-        del batch_axes
         new = {}
         if self.config.has_projection_bias:
             projected = with_biases(projected, weights)

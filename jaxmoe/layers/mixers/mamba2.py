@@ -32,14 +32,12 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
 from jaxmoe.layers.convolution import last_inputs
 from jaxmoe.layers.mixers.recurrent import (
+    ScanAxes,
     convolve_silu,
-    document_ids,
     gate_output,
-    held_of_layer,
-    parts_of,
     run_rows,
+    scan_layer,
     with_biases,
-    with_layer,
 )
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from pallas_kernels import state_space_dual
@@ -180,7 +178,6 @@ class Mamba2Cache(NamedTuple):
 _X = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 _SHARED = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None)
 _STATE = (ax.ACT_BATCH, ax.ACT_HEADS, None, None)
-_TOKENS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
 
 
 class Mamba2(nn.Module):
@@ -217,17 +214,11 @@ class Mamba2(nn.Module):
         projected = out_of_stream(x, self._of_heads(dtype), placement, form=form)
         projected |= along_stream(x, self._of_groups(dtype), placement)
         vectors, axes = self._vectors()
-        segments = placement.place(document_ids(tokens, cache), _TOKENS)
-        layer_cache = held_of_layer(cache)
-        held_axes = {"x": _X, "b": _SHARED, "c": _SHARED, "state": _STATE} if layer_cache else {}
-        heads = placement.mesh_axes(ax.ACT_HEADS)
-        region = placement.region(
-            functools.partial(self._scan, axes=heads, parts=parts_of(tokens, placement)),
-            in_axes=(dict.fromkeys("zx", _X) | dict.fromkeys("bc", _SHARED) | {"dt": _X[:3]},)
-            + (axes, _TOKENS, held_axes),
-            out_axes=(_X, held_axes),
-        )
-        y, new = region(projected, vectors, segments, layer_cache)
+        scan = functools.partial(self._scan, axes=placement.mesh_axes(ax.ACT_HEADS))
+        shared = dict.fromkeys("bc", _SHARED)
+        projected_axes = dict.fromkeys("zx", _X) | shared | {"dt": _X[:3]}
+        scan_axes = ScanAxes(projected_axes, axes, _X, {"x": _X, **shared, "state": _STATE})
+        y, outputs = scan_layer(scan, projected, vectors, tokens, cache, placement, scan_axes)
         weight = self._matrix(
             "o", (*self._heads, self.context.embed_dim), ((-3, -2), (-1,)), is_output=True
         )
@@ -236,7 +227,7 @@ class Mamba2(nn.Module):
         if self.config.has_projection_bias:
             row = _vector((self.context.embed_dim,), (ax.NORM,), "zeros")
             out = out + declare(self, "o_bias", row).astype(dtype)[None, None]
-        return out, MixerOutputs(cache=with_layer(cache, new))
+        return out, outputs
 
     def _scan(
         self,
@@ -247,7 +238,6 @@ class Mamba2(nn.Module):
         *,
         axes: tuple[str, ...],
         parts: tuple[str, ...],
-        batch_axes: tuple[str, ...],
     ) -> tuple[Array, dict[str, Array]]:
         """Return the gated and normed output of the heads of this device, and the new state.
 
@@ -258,9 +248,7 @@ class Mamba2(nn.Module):
             layer_cache: Arrays of the layer's cache; none without one.
             axes: Mesh axes over which heads are split.
             parts: Mesh axes over which rows are cut.
-            batch_axes: Mesh axes over which sequences are split.
         """
-        del batch_axes
         config = self.config
         new = {}
         if config.has_projection_bias:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,77 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.layers.convolution import convolve
 from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
-from jaxmoe.layers.records import LayerCache, TokenInputs
+from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
 from sharding import axes as ax
 from sharding.constrain import Placement
 
+Axes = tuple[str | None, ...]
+"""Logical axes of an array."""
 
-def document_ids(tokens: TokenInputs, cache: LayerCache | None) -> Int[Array, "B S"]:
+_TOKENS: Axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+
+
+class ScanAxes(NamedTuple):
+    """Logical axes of what the scan of a layer takes and returns."""
+
+    projected: dict[str, Axes]
+    """Of the projections of the stream."""
+    weights: dict[str, Axes]
+    """Of the other parameters."""
+    output: Axes
+    cache: dict[str, Axes]
+    """Of the layer's arrays in a cache."""
+
+
+def scan_layer(
+    scan: Callable[..., tuple[Array, dict[str, Array]]],
+    projected: dict[str, Array],
+    weights: dict[str, Array],
+    tokens: TokenInputs,
+    cache: LayerCache | None,
+    placement: Placement,
+    axes: ScanAxes,
+) -> tuple[Array, MixerOutputs]:
+    """Run the scan of a layer on the devices that have its heads or channels, and its rows.
+
+    Args:
+        scan: Function `(projected, weights, segments, layer_cache, parts=)` of one device's arrays,
+            the document of each of its tokens (0 for padding), the arrays of the layer in the cache
+            (none without one), and the mesh axes over which rows are cut. It returns the output and
+            the new arrays of the cache.
+        projected: Projections of the stream.
+        weights: Other parameters.
+        tokens: Inputs of all layers.
+        cache: Cache of a stack of layers; None for none.
+        placement: Layout of activations.
+        axes: Logical axes.
+
+    Returns:
+        The output, and the outputs of the mixer with the new cache.
+
+    Raises:
+        ValueError: A cache is given for rows of several documents, or rows that are cut over
+            devices have their tokens in another order.
+    """
+    segments = placement.place(_document_ids(tokens, cache), _TOKENS)
+    layer_cache = _arrays_of_layer(cache)
+    cache_axes = axes.cache if layer_cache else {}
+    parts = _cut_axes(tokens, placement)
+
+    def on_device(*arrays: Any, batch_axes: tuple[str, ...]) -> tuple[Array, dict[str, Array]]:
+        del batch_axes
+        return scan(*arrays, parts=parts)
+
+    region = placement.region(
+        on_device,
+        in_axes=(axes.projected, axes.weights, _TOKENS, cache_axes),
+        out_axes=(axes.output, cache_axes),
+    )
+    output, new = region(projected, weights, segments, layer_cache)
+    return output, MixerOutputs(cache=_with_layer(cache, new))
+
+
+def _document_ids(tokens: TokenInputs, cache: LayerCache | None) -> Int[Array, "B S"]:
     """Return the document of each token, 0 for padding.
 
     Args:
@@ -35,7 +100,7 @@ def document_ids(tokens: TokenInputs, cache: LayerCache | None) -> Int[Array, "B
     return tokens.segment_ids
 
 
-def parts_of(tokens: TokenInputs, placement: Placement) -> tuple[str, ...]:
+def _cut_axes(tokens: TokenInputs, placement: Placement) -> tuple[str, ...]:
     """Return the mesh axes over which rows are cut; empty where a device holds whole rows.
 
     Args:
@@ -122,14 +187,14 @@ def gate_output(y: Array, x: Array, z: Array, skip: Array) -> Array:
     return y * jax.nn.silu(z.astype(jnp.float32))
 
 
-def held_of_layer(cache: LayerCache | None) -> dict[str, Array]:
+def _arrays_of_layer(cache: LayerCache | None) -> dict[str, Array]:
     """Return the arrays of a layer in a cache that is a named tuple; none without a cache."""
     if cache is None:
         return {}
     return {name: part[cache.layer] for name, part in cache.entries._asdict().items()}
 
 
-def with_layer(cache: LayerCache | None, new: dict[str, Array]) -> Any:
+def _with_layer(cache: LayerCache | None, new: dict[str, Array]) -> Any:
     """Return `cache.entries` with the new arrays of the layer; None without a cache.
 
     Args:
