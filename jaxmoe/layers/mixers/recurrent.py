@@ -26,12 +26,12 @@ _TOKENS: Axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
 class ScanAxes(NamedTuple):
     """Logical axes of what the scan of a layer takes and returns."""
 
-    projected: dict[str, Axes]
+    projected: Mapping[str, Axes]
     """Of the projections of the stream."""
-    weights: dict[str, Axes]
+    weights: Mapping[str, Axes]
     """Of the other parameters."""
     output: Axes
-    cache: dict[str, Axes]
+    cache: Mapping[str, Axes]
     """Of the layer's arrays in a cache."""
 
 
