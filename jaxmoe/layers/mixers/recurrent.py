@@ -27,12 +27,12 @@ class ScanAxes(NamedTuple):
     """Logical axes of what the scan of a layer takes and returns."""
 
     projected: Mapping[str, Axes]
-    """Of the projections of the stream."""
+    """Axes of each projection of the stream."""
     weights: Mapping[str, Axes]
-    """Of the other parameters."""
+    """Axes of each other parameter."""
     output: Axes
     cache: Mapping[str, Axes]
-    """Of the layer's arrays in a cache."""
+    """Axes of each array of the layer in a cache."""
 
 
 def scan_layer(
