@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from jaxmoe.generation.text import TextCodec
-from jaxmoe.serve.answers import AnswerEvent, TextStream
+from jaxmoe.generation.text_stream import TextCodec, TextStream
+from jaxmoe.serve.answers import AnswerEvent
 from jaxmoe.serve.backend import Executor as Executor
 from jaxmoe.serve.config import EngineConfig as EngineConfig
 from jaxmoe.serve.config import InstancesConfig

@@ -21,7 +21,7 @@ from jaxmoe.data.chat import (
 )
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.generation.chat import answer_ends
-from jaxmoe.generation.text import TextCodec, context_of
+from jaxmoe.generation.text_stream import TextCodec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.grammars import Grammars
