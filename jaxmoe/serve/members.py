@@ -2,7 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes the steps of an engine's instance in a thread of its executor, which keeps their order.
 
-Results come back through `post`, which runs a function in the thread of the engine.
+Results come back through `post`, which runs a function in the thread of the engine. Where the
+executor can launch a step before the last one has ended, the threads do
+
+    engine      plan 1, plan 2                    apply 1, plan 3          apply 2, plan 4
+    executor    launch 1, launch 2, collect 1 ... launch 3, collect 2 ...  launch 4, collect 3 ...
+    device      1 ............................... 2 ...................... 3 .................
+
+so that the device has the next step when one ends.
 """
 
 from __future__ import annotations
@@ -37,6 +44,10 @@ class FleetMember:
     executor: Any
     thread: ThreadPoolExecutor
     """The one thread that calls the executor, in the order of the calls."""
+    launched: list[tuple[EngineStep, Callable[[], dict[int, Any]]]] = dataclasses.field(
+        default_factory=list
+    )
+    """Steps that were launched, and what collects them."""
     meter: Meter = dataclasses.field(default_factory=Meter)
     metrics: EngineMetrics = EngineMetrics()
     """Numbers after the last step."""
@@ -154,7 +165,10 @@ class Members:
         plan, steps = self._plan(member)
         for step in steps:
             note(member.instance, step)
-            self._call(member, member.executor.run, step, then=self._finish(member, step))
+            self._execute(member, step)
+        if steps and member.instance.facts.steps_ahead and member.instance.may_start:
+            return 0.0  # the next one is planned while this one runs
+        self._collect(member)
         if steps:
             self.measure(member)
         elif plan.admit or plan.evict or plan.restore:
@@ -168,6 +182,24 @@ class Members:
         """Return what the policy of an instance wants, and the steps that start for it."""
         now = self._clock()
         return member.instance.next_steps(member.policy, now)
+
+    def _execute(self, member: FleetMember, step: EngineStep) -> None:
+        """Run a step, or launch it where others may start before it ends."""
+        executor = member.executor
+        if not member.instance.facts.steps_ahead:
+            self._call(member, executor.run, step, then=self._finish(member, step))
+            return
+        launch = member.thread.submit(executor.launch, step)
+        member.launched.append((step, lambda: executor.collect(launch.result())))
+
+    def _collect(self, member: FleetMember) -> None:
+        """Wait for the first step that was launched, unless one before it is waited for.
+
+        The last one waits for the next launch, which would come too late behind its end.
+        """
+        if member.launched and len(member.launched) == len(member.instance.flying):
+            step, collect = member.launched.pop(0)
+            self._call(member, collect, then=self._finish(member, step))
 
     def _call(self, member: FleetMember, function: Any, *arguments: Any, then: Any) -> None:
         """Call a function of an executor in its thread, and then `then` with its future in ours."""
@@ -201,6 +233,7 @@ class Members:
 
     def _fail(self, member: FleetMember, message: str) -> None:
         """End all streams of an instance, which goes on with empty pages."""
+        member.launched.clear()
         member.thread.submit(member.executor.reset).result()
         self._publish(self._ends(member, message), member)
 
