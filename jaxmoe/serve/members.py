@@ -118,6 +118,23 @@ class Members:
         """Requests that no instance has taken yet."""
         return 0
 
+    @property
+    def num_places(self) -> int:
+        """Requests that may still be queued."""
+        return sum(
+            member.instance.facts.max_waiting - len(member.instance.queues.waiting)
+            for member in self.all
+        )
+
+    @property
+    def most_places(self) -> int:
+        """Requests that may be queued at the same time."""
+        return sum(member.instance.facts.max_waiting for member in self.all)
+
+    def refuse(self, request: Request, message: str) -> tuple[Event, ...]:
+        """Count a request that is not queued, and return the end of its stream."""
+        return self.all[0].instance.refuse(request, message)
+
     def submit(self, request: Request) -> tuple[Event, ...]:
         """Queue a request; return nothing, or the end of its stream if it is refused."""
         return self.all[0].instance.submit(request, self._clock())

@@ -180,6 +180,8 @@ class Served:
     """How the reasoning of answers is told from their content."""
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Values of fields of the sampling that a request leaves out; see `sampling_defaults`."""
+    takes_priority: bool = False
+    """Whether a request may go before others: where all who may ask are known."""
     max_logprobs: int = 0
     """Most likely tokens whose log-probabilities may be asked for."""
     has_experts: bool = False

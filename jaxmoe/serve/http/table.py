@@ -120,7 +120,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_honour(
         BOTH,
         user="names the session of the request, for policies",
-        priority="larger numbers are served first",
+        priority="larger numbers are served first; above 0 with a key or `--has_priority True`",
         cache_salt="requests share pages with those of the same salt alone",
         return_token_ids="a choice has `token_ids`, and `prompt_token_ids` (in a stream with its"
         " first chunk)",
