@@ -246,7 +246,7 @@ class Form(abc.ABC):
 
         An id that ends the text has none.
         """
-        spelled = self._spelled(choice)
+        spelled = self._spelling(choice)
         bytes_of_tokens = dict[int, bytes]()
         for token in (generated.token, *(token for token, _ in generated.alternatives)):
             sampling = self._asked.sampling
@@ -259,7 +259,7 @@ class Form(abc.ABC):
         spelled.add(bytes_of_tokens[generated.token])
         return bytes_of_tokens
 
-    def _spelled(self, choice: AnswerChoice) -> Spelled:
+    def _spelling(self, choice: AnswerChoice) -> Spelled:
         """Return the count of the characters of a choice."""
         if choice.spelled is None:
             prompt = self._asked.prompts[choice.index // self._asked.number]
@@ -312,7 +312,7 @@ class CompletionForm(Form):
         offsets = []
         echo = self._echo(choice)
         for generated in (*echo, *tokens):
-            offsets.append(self._spelled(choice).offset)
+            offsets.append(self._spelling(choice).offset)
             names = _distinct(self._bytes(choice, generated))
             texts.append(names[generated.token])
             alternatives.append({names[token]: value for token, value in generated.alternatives})
