@@ -5,6 +5,7 @@
     python -m experiments.bench step [--peer none]
     python -m experiments.bench finetune
     python -m experiments.bench serve
+    python -m experiments.bench idle [--batches 1 32 128]
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
@@ -27,6 +28,7 @@ from experiments.bench import chunks as bench_chunks
 from experiments.bench import compiled as bench_compiled
 from experiments.bench import finetune as bench_finetune
 from experiments.bench import growth as bench_growth
+from experiments.bench import idle as bench_idle
 from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
 from experiments.bench import serve as bench_serve
@@ -37,6 +39,7 @@ from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.compiled import CompiledBenchConfig
 from experiments.bench.finetune import FinetuneBenchConfig
 from experiments.bench.growth import GrowthBenchConfig
+from experiments.bench.idle import IdleBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
@@ -62,6 +65,11 @@ def finetune() -> FinetuneBenchConfig:
 def serve() -> ServeBenchConfig:
     """Greedy answers of OLMoE's shape, compared with transformers; three minutes."""
     return ServeBenchConfig()
+
+
+def idle() -> IdleBenchConfig:
+    """Time in which the device waits for the host between steps of the engine; two minutes."""
+    return IdleBenchConfig()
 
 
 def kernels() -> KernelBenchConfig:
@@ -111,6 +119,7 @@ BENCHES: dict[str, Bench] = {
     "step": Bench(step, bench_step.bench_step, bench_step.in_words),
     "finetune": Bench(finetune, bench_finetune.bench_finetune, bench_finetune.in_words),
     "serve": Bench(serve, bench_serve.bench_serve, bench_serve.in_words),
+    "idle": Bench(idle, bench_idle.bench_idle, bench_idle.in_words),
     "kernels": Bench(kernels, bench_kernels.bench_kernels, bench_kernels.in_words),
     "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
     "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),
