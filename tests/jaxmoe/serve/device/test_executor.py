@@ -143,15 +143,16 @@ def test_pages_are_copied_and_held_in_host_memory():
 def test_serving_compiles_nothing_also_after_a_reset():
     """A step reads the tokens of the one before, of any shape, or of none."""
     found = executor()
-    size = found._step._cache_size()
     requests = {
         0: ((1, 2, 3, 4, 5, 6, 7), Sampling(max_tokens=6, temperature=0.0)),
         1: ((2, 3), Sampling(max_tokens=6, temperature=0.0, presence_penalty=1.0)),
     }
-    for _ in range(2):
-        serve(requests, {0: 0, 1: 3})
+    sizes = []
+    for _ in range(3):
         found.reset()
-    assert found._step._cache_size() == size
+        serve(requests, {0: 0, 1: 3})
+        sizes.append(found._step._cache_size())
+    assert sizes[0] == sizes[1] == sizes[2] <= len(found.programs)
 
 
 def test_embeddings_fetch_the_rows_of_last_tokens_alone():
