@@ -28,7 +28,6 @@ from experiments.bench import chunks as bench_chunks
 from experiments.bench import compiled as bench_compiled
 from experiments.bench import finetune as bench_finetune
 from experiments.bench import growth as bench_growth
-from experiments.bench import idle as bench_idle
 from experiments.bench import kernels as bench_kernels
 from experiments.bench import routers as bench_routers
 from experiments.bench import serve as bench_serve
@@ -39,11 +38,12 @@ from experiments.bench.chunks import ChunkBenchConfig
 from experiments.bench.compiled import CompiledBenchConfig
 from experiments.bench.finetune import FinetuneBenchConfig
 from experiments.bench.growth import GrowthBenchConfig
-from experiments.bench.idle import IdleBenchConfig
 from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
 from experiments.bench.serve import ServeBenchConfig
+from experiments.bench.serving import idle as bench_idle
+from experiments.bench.serving.idle import IdleBenchConfig
 from experiments.bench.step import StepBenchConfig
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command

@@ -9,9 +9,8 @@
         events = instance.apply(step, results, now)
 
 Where `Facts.steps_ahead` allows it, the next step starts before `apply`: a sequence is counted as
-computed when its step starts, and the token that the step draws stands as `PENDING` until then. An
-answer that ends with it (a stop id, a stop string, a cancellation) was computed one token too far,
-which is thrown away.
+computed when its step starts, and the token that the step draws stands as `PENDING` until then. Of
+an answer that ends with it one token too many is computed, and thrown away.
 
 An engine executes the steps on JAX, a simulator computes how long they take. All methods belong to
 one thread.
@@ -229,7 +228,7 @@ class Instance:
             copies=tuple(self.copies),
             dropped=tuple(self.dropped),
         )
-        if self.facts.steps_ahead and not any(_decides_more(work) for work in step.works):
+        if self.facts.steps_ahead and not any(work.decides_more for work in step.works):
             step = dataclasses.replace(step, is_foreseen=True)
             self._foresee(step)
         self.copies = []
@@ -410,8 +409,8 @@ class Instance:
     def _is_waited_for(self, sequence: Sequence) -> bool:
         """Return whether a sequence ends only when its step has ended.
 
-        Where steps are foreseen none does: devices compute the steps in their order, so that what
-        is written to its pages later is written after its last step.
+        Where steps are foreseen none does: devices compute them in their order, so that its pages
+        may be given back at once.
         """
         return sequence.is_busy and not self.facts.steps_ahead
 
@@ -428,13 +427,10 @@ class Instance:
     def _confirm(
         self, sequence: Sequence, work: Work, result: Any, now: float
     ) -> tuple[Event, ...]:
-        """Take over what a foreseen step has computed; return the events of what it writes.
+        """Take over what a foreseen step has computed, as `_take_over` does.
 
-        Args:
-            sequence: Sequence of the work, which may have given its pages back since.
-            work: Work of the step.
-            result: Result of the work; None where it draws nothing.
-            now: Seconds on the instance's clock.
+        The sequence was counted as computed when the step started, and may have given its pages
+        back since.
         """
         self.num_computed += len(work.tokens)
         if result is not None:
@@ -499,12 +495,5 @@ class Instance:
     def _is_whole(self, sequence: Sequence) -> bool:
         """Return whether an answer has all tokens that it may have, pending ones included."""
         # The only place that ends an answer at this length: `max_tokens` may ask for more.
-        length = len(sequence.tokens)
-        request = sequence.request
-        is_whole = length - len(request.prompt) >= request.sampling.max_tokens
-        return is_whole or length >= self.facts.max_length
-
-
-def _decides_more(work: Work) -> bool:
-    """Return whether the result of a work decides how a later token is drawn, beside the token."""
-    return work.draws and work.sampling.has_history
+        most = sequence.request.sampling.max_tokens
+        return sequence.num_written >= most or len(sequence.tokens) >= self.facts.max_length

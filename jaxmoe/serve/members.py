@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxmoe.serve.backend import Executor
+from jaxmoe.serve.backend import AheadExecutor, Executor
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.metrics import EngineMetrics, Meter
@@ -202,10 +202,10 @@ class Members:
 
     def _execute(self, member: FleetMember, step: EngineStep) -> None:
         """Run a step, or launch it where others may start before it ends."""
-        executor = member.executor
         if not member.instance.facts.steps_ahead:
-            self._call(member, executor.run, step, then=self._finish(member, step))
+            self._call(member, member.executor.run, step, then=self._finish(member, step))
             return
+        executor: AheadExecutor = member.executor
         launch = member.thread.submit(executor.launch, step)
         member.launched.append((step, lambda: executor.collect(launch.result())))
 

@@ -35,6 +35,11 @@ class Work:
     scored; else empty."""
 
     @property
+    def decides_more(self) -> bool:
+        """Whether its result decides how a later token is drawn, beside the token itself."""
+        return self.draws and self.sampling.has_history
+
+    @property
     def is_scored(self) -> bool:
         """Whether tokens of the prompt are scored, as long as none of the answer is known."""
         return self.sampling.num_prompt_logprobs is not None and not self.index

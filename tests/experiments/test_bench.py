@@ -15,9 +15,9 @@ from experiments.bench import kernels as bench_kernels
 from experiments.bench import measure
 from experiments.bench import products as bench_products
 from experiments.bench.accelerator.attention import AttentionCase
-from experiments.bench.idle import idle_seconds
 from experiments.bench.kernels import loads
 from experiments.bench.measure import OtherLoad, describe_load
+from experiments.bench.serving.idle import idle_seconds
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from pallas_kernels import flash_attention
 
@@ -409,7 +409,7 @@ def test_a_device_waits_from_the_end_of_a_step_until_the_next_is_launched():
 
 
 def test_the_waiting_of_a_device_is_measured(tmp_path, capsys):
-    small = [*SMALL_STEP[:16], "--model.vocab_size", "32"]
+    small = [*SMALL_STEP[:14], "--model.vocab_size", "32"]
     sizes = ["--batches", "1", "3", "--answer_length", "40", "--rounds", "1"]
     arguments = ["idle", *small, *sizes, "--run.directory", str(tmp_path / "run")]
     assert bench.main(arguments) == 0

@@ -59,12 +59,12 @@ def result_with(
     number = work.sampling.num_logprobs
     ids = outputs.top_ids[row, :number].tolist()
     logprobs = outputs.top_logprobs[row, :number].tolist()
-    has_embedding = outputs.last_hidden is not None and work.sampling.has_embedding
+    embedding = None
+    if work.sampling.has_embedding and not work.index and outputs.last_hidden is not None:
+        embedding = np.asarray(outputs.last_hidden[row], np.float32)
     return dataclasses.replace(
         result,
         alternatives=tuple(zip(ids, logprobs, strict=True)),
         experts=experts,
-        embedding=np.asarray(outputs.last_hidden[row], np.float32)
-        if has_embedding and not work.index
-        else None,
+        embedding=embedding,
     )

@@ -57,19 +57,30 @@ class IdleBenchConfig:
             raise ValueError(f"rounds={self.rounds} must be at least 1")
 
 
-class WatchedExecutor(ModelExecutor):
-    """Notes when each step is launched, and when it has ended."""
+class WatchedExecutor:
+    """An executor of which is noted when each step is launched, and when it has ended."""
 
-    def __init__(self, *arguments: Any, **options: Any):
+    def __init__(self, executor: ModelExecutor):
+        """Start the thread that waits for steps.
+
+        Args:
+            executor: Computes them.
+        """
+        self._executor = executor
+        self.facts = executor.facts
+        self.check = executor.check
+        self.run = executor.run
+        self.collect = executor.collect
+        self.reset = executor.reset
+        self.expert_load = executor.expert_load
         self.launches: list[float] = []
         self.ends: list[float] = []
         self._steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        super().__init__(*arguments, **options)
         threading.Thread(target=self._watch, name="bench-idle", daemon=True).start()
 
     def launch(self, step: EngineStep) -> LaunchedStep:
         """Begin a step."""
-        launched = super().launch(step)
+        launched = self._executor.launch(step)
         self.launches.append(time.perf_counter())
         self._steps.put(launched.outputs.tokens)
         return launched
@@ -113,7 +124,7 @@ def idle_seconds(launches: list[float], ends: list[float]) -> np.ndarray:
 def _measure(config: IdleBenchConfig, params: Any, batch: int) -> dict[str, float]:
     """Return the numbers of one batch: medians of the turns."""
     sizes = sizes_for(max_length=_PROMPT + config.answer_length, batch_size=batch)
-    executor = WatchedExecutor(config.model, params, config=sizes)
+    executor = WatchedExecutor(ModelExecutor(config.model, params, config=sizes))
     with Engine(executor) as engine:
         turns = [_turn(engine, executor, config, batch) for _ in range(config.rounds + 1)]
     executor.close()
