@@ -61,6 +61,7 @@ COMMANDS = {
     "bench chunks": "experiments.bench.chunks:ChunkBenchConfig",
     "bench compiled": "experiments.bench.compiled:CompiledBenchConfig",
     "bench growth": "experiments.bench.growth:GrowthBenchConfig",
+    "bench idle": "experiments.bench.serving.idle:IdleBenchConfig",
 }
 """The config class of each command; `describe` and `data` take the flags of `pretrain`."""
 

@@ -30,6 +30,8 @@ serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:c
 A run trained by masked diffusion fills in all tokens of an answer at once, in any order; they are
 sent from left to right. `--engine.steps_per_token 0.5` fills in two at a step on average.
 
+Until the first request can be answered, the port answers 503.
+
 With the environment variable JAXMOE_API_KEY every request must bring that key. Ctrl-C, SIGTERM or
 a terminal that is closed (SIGHUP) lets the answers end that have begun, for at most `--drain`
 seconds; a second signal, other than SIGHUP, ends the server at once.
@@ -73,7 +75,12 @@ from jaxmoe.run.serving import (
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.app import Endpoint, EndpointConfig
 from jaxmoe.serve.http.served import Served
-from jaxmoe.serve.http.server import close_connections, make_server, tell_accept_errors
+from jaxmoe.serve.http.server import (
+    StartingPort,
+    close_connections,
+    make_server,
+    tell_accept_errors,
+)
 from jaxmoe.serve.metrics import EngineMetrics
 
 _KEY = "JAXMOE_API_KEY"
@@ -124,6 +131,8 @@ class ServeConfig:
     """How reasoning is told from the content of an answer: think_tags, or none."""
     engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
+    has_priority: bool = False
+    """Whether requests may go before others by `priority` where JAXMOE_API_KEY is not set."""
     origins: tuple[str, ...] = ()
     """Origins of web pages that may ask, such as http://localhost:3000; * for all."""
     max_body: int = 2**20
@@ -181,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
         listening = _listen(config)
         start_process()
     with listening:
-        with flags.exit_on_bad_configuration():
+        with flags.exit_on_bad_configuration(), StartingPort(listening):
             served = _open(config)
         with served.engine:
             write(_header(config, served))
@@ -238,7 +247,9 @@ def _open(config: ServeConfig) -> Served:
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    return config.engine.open(checkpoint)
+    served = config.engine.open(checkpoint)
+    has_key = bool(os.environ.get(_KEY))
+    return dataclasses.replace(served, takes_priority=has_key or config.has_priority)
 
 
 def _header(config: ServeConfig, served: Served) -> str:

@@ -5,6 +5,7 @@
     python -m experiments.bench step [--peer none]
     python -m experiments.bench finetune
     python -m experiments.bench serve
+    python -m experiments.bench idle [--batches 1 32 128]
     python -m experiments.bench kernels
     python -m experiments.bench routers [--methods mixtral ...]
     python -m experiments.bench chunks [--expert 8]
@@ -41,6 +42,8 @@ from experiments.bench.kernels import KernelBenchConfig
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.routers import RouterBenchConfig
 from experiments.bench.serve import ServeBenchConfig
+from experiments.bench.serving import idle as bench_idle
+from experiments.bench.serving.idle import IdleBenchConfig
 from experiments.bench.step import StepBenchConfig
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
@@ -62,6 +65,11 @@ def finetune() -> FinetuneBenchConfig:
 def serve() -> ServeBenchConfig:
     """Greedy answers of OLMoE's shape, compared with transformers; three minutes."""
     return ServeBenchConfig()
+
+
+def idle() -> IdleBenchConfig:
+    """Time in which the device waits for the host between steps of the engine; two minutes."""
+    return IdleBenchConfig()
 
 
 def kernels() -> KernelBenchConfig:
@@ -111,6 +119,7 @@ BENCHES: dict[str, Bench] = {
     "step": Bench(step, bench_step.bench_step, bench_step.in_words),
     "finetune": Bench(finetune, bench_finetune.bench_finetune, bench_finetune.in_words),
     "serve": Bench(serve, bench_serve.bench_serve, bench_serve.in_words),
+    "idle": Bench(idle, bench_idle.bench_idle, bench_idle.in_words),
     "kernels": Bench(kernels, bench_kernels.bench_kernels, bench_kernels.in_words),
     "routers": Bench(routers, bench_routers.bench_routers, bench_routers.in_words),
     "chunks": Bench(chunks, bench_chunks.bench_chunks, bench_chunks.in_words),

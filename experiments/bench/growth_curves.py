@@ -30,6 +30,9 @@ from experiments.bench.side import peak_bytes
 from experiments.plan import __main__ as plan_command
 from jaxmoe.checkpoint.single import load_checkpoint, save_checkpoint
 from jaxmoe.data.files import FilesConfig
+from jaxmoe.data.text_only import TextOnly
+from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.generation.text_stream import TextStream
 from jaxmoe.optim.muon import scale_by_muon
 from jaxmoe.serve import BATCHING, Facts, Instance, Request, Result, Sampling
 from jaxmoe.tracking.charts import line_chart, with_smoothed
@@ -42,6 +45,7 @@ Work = Callable[[], object]
 _FILES_OF_A_FOLDER = 500
 _NUMBERS = {f"router/number_{number:02}": 1.0 / (3 + number) for number in range(16)}
 _STEPS_OF_A_QUEUE = 50
+_STOP_LENGTH = 60_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +155,22 @@ def _queue(size: int, folder: pathlib.Path) -> Work:
     return work
 
 
+def _write_answer(size: int, folder: pathlib.Path) -> Work:
+    del folder
+    tokenizer = ByteTokenizer()
+    codec = TextOnly(tokenizer, is_imported=False)
+    stops = ("a" * _STOP_LENGTH + "b", "word" * (_STOP_LENGTH // 4))
+    tokens = tokenizer.encode_all(["aaaaaaaa word \u00e9\U0001f600"])[0].tolist()
+    stream = TextStream(codec, stops, tokens)
+
+    def work() -> None:
+        for number in range(size):
+            stream.add(tokens[number % len(tokens)])
+        stream.finish()
+
+    return work
+
+
 def _simulate(size: int, folder: pathlib.Path) -> Work:
     del folder
     return importlib.import_module("experiments.serving.growth").simulate_requests(size)
@@ -230,6 +250,12 @@ CURVES: dict[str, GrowthCurve] = {
         unit="requests",
         sizes=(100, 1000, 10_000),
         begin=_queue,
+    ),
+    "answer": GrowthCurve(
+        what=f"the text of an answer with stop strings of {_STOP_LENGTH:,} characters",
+        unit="tokens",
+        sizes=(1000, 4000, 16_000),
+        begin=_write_answer,
     ),
     "requests": GrowthCurve(
         what="simulated requests",

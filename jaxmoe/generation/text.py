@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -16,30 +15,13 @@ import numpy as np
 from jaxmoe import catalog
 from jaxmoe.data import DataError, Source
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.generation.text_stream import TextCodec, TextStream
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.decode import MakePrograms, stream
 from jaxmoe.models.sampling import SamplingConfig
 
 _AT_ONCE = 8
 """Tokens between two looks for stop strings, and two pieces of a stream."""
-_CONTEXT = 8
-"""Tokens of a prompt that its continuation is decoded behind: more than a character has, and than
-marks without text stand side by side."""
-_BROKEN = "\ufffd"
-"""Replacement of bytes that are not UTF-8, such as the first ones of a character."""
-
-
-@runtime_checkable
-class TextCodec(Protocol):
-    """What a `jaxmoe.data.Source` has for text."""
-
-    def encode(self, text: str) -> Any:
-        """Return the token ids of a prompt."""
-        ...
-
-    def decode(self, tokens: Any) -> str:
-        """Return the text of token ids."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,27 +251,6 @@ def continue_texts(
     return [text.finish() for text in texts]
 
 
-def context_of(prompt: Sequence[int] | np.ndarray) -> list[int]:
-    """Return the last tokens of a prompt, behind which its continuation is decoded.
-
-    Decoders treat the first token of a text apart: those of SentencePiece leave out its space.
-
-    Args:
-        prompt: Token ids.
-    """
-    return [int(token) for token in prompt[-_CONTEXT:]]
-
-
-def added_text(before: str, text: str) -> str:
-    """Return what a text has beyond an earlier state of it, whose last character may have grown.
-
-    Args:
-        before: Text of the first tokens.
-        text: Text of these and further tokens.
-    """
-    return text[len(os.path.commonprefix([before, text])) :]
-
-
 class _Text:
     """One continuation, as its tokens arrive."""
 
@@ -301,11 +262,9 @@ class _Text:
         precision: str,
         on_sample: OnSample | None,
     ):
-        self._codec = codec
-        self._given = config
+        self._eos_ids = config.eos_ids
         self._on_sample = on_sample
-        self._context = context_of(prompt)
-        self._before = codec.decode(np.asarray(self._context, np.int32))
+        self._stream = TextStream(codec, config.stop, prompt)
         self._sample = Sample(
             prompt=codec.decode(np.asarray(prompt, np.int32)), text="", precision=precision
         )
@@ -314,56 +273,20 @@ class _Text:
 
     def add(self, tokens: np.ndarray) -> None:
         """Take further tokens, unless the text has ended."""
-        for token in tokens.tolist():
-            if self.is_done:
-                return
-            self.is_done = token in self._given.eos_ids
-            if not self.is_done:
-                self._tokens.append(token)
-        if not self._given.stop and self._on_sample is None:
-            return
-        text = self._decode()
-        cut = first_stop(text, self._given.stop)
-        self.is_done = self.is_done or cut < len(text)
-        if self._on_sample is not None and not self.is_done:
-            text = text[: certain_length(text, self._given.stop)]
-            if len(text) > len(self._sample.text):
-                self._sample = dataclasses.replace(self._sample, text=text)
+        text = ""
+        for token in [] if self.is_done else tokens.tolist():
+            if token in self._eos_ids:
+                self.is_done = True
+                break
+            self._tokens.append(token)
+            text += self._stream.add(token)
+        self.is_done = self.is_done or self._stream.is_stopped
+        if text:
+            self._sample = dataclasses.replace(self._sample, text=self._sample.text + text)
+            if self._on_sample is not None and not self.is_done:
                 self._on_sample(self._sample)
 
     def finish(self) -> Sample:
         """Return the sample, cut before a stop string."""
-        text = self._decode()
-        text = text[: first_stop(text, self._given.stop)]
+        text = self._sample.text + self._stream.finish()
         return dataclasses.replace(self._sample, text=text, token_ids=tuple(self._tokens))
-
-    def _decode(self) -> str:
-        tokens = np.asarray(self._context + self._tokens, np.int32)
-        return added_text(self._before, self._codec.decode(tokens))
-
-
-def first_stop(text: str, stop: Sequence[str]) -> int:
-    """Return the index of the first stop string in a text; its length without any.
-
-    Args:
-        text: Generated text.
-        stop: Strings that end it.
-    """
-    places = (text.find(end) for end in stop)
-    return min((index for index in places if index >= 0), default=len(text))
-
-
-def certain_length(text: str, stop: Sequence[str]) -> int:
-    """Return the length of a text that further tokens do not change.
-
-    Args:
-        text: Generated text so far.
-        stop: Strings that end it; a beginning of one may become one.
-    """
-    num_whole = len(text.rstrip(_BROKEN))
-    for end in stop:
-        for size in range(min(len(end) - 1, len(text)), 0, -1):
-            if text.endswith(end[:size]):
-                num_whole = min(num_whole, len(text) - size)
-                break
-    return num_whole

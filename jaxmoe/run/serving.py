@@ -19,7 +19,7 @@ from jaxmoe.adapters import ADAPTERS
 from jaxmoe.catalog import choice, names
 from jaxmoe.data.chat import TemplateName
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import TextCodec
+from jaxmoe.generation.text_stream import TextCodec
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory

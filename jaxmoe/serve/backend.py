@@ -46,6 +46,26 @@ class Executor(Protocol):
         ...
 
 
+@runtime_checkable
+class AheadExecutor(Executor, Protocol):
+    """An executor whose `Facts.steps_ahead` is 1: a step is launched before the last is collected.
+
+    Steps are computed in the order of their launches, and collected in it.
+    """
+
+    def launch(self, step: EngineStep) -> Any:
+        """Begin a step, whose tokens that are pending are those of the step before."""
+        ...
+
+    def collect(self, launched: Any) -> dict[int, Any]:
+        """Wait for a step, and return what it has drawn by request, as `run` does.
+
+        Args:
+            launched: What `launch` has returned.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackendConfig(abc.ABC):
     """How the models of one kind are served: their executor, its sizes, and the plan of a step."""

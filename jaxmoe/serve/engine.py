@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import queue
 import threading
@@ -24,8 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from jaxmoe.generation.text import TextCodec
-from jaxmoe.serve.answers import AnswerEvent, TextStream
+from jaxmoe.generation.text_stream import TextCodec, TextStream
+from jaxmoe.serve.answers import AnswerEvent
 from jaxmoe.serve.backend import Executor as Executor
 from jaxmoe.serve.config import EngineConfig as EngineConfig
 from jaxmoe.serve.config import InstancesConfig
@@ -65,6 +66,7 @@ class Engine:
         self._codec = codec
         self._streams: dict[int, AnswerStream] = {}
         self._followers: dict[int, list[AnswerStream]] = {}
+        self._num_followers = 0
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -114,6 +116,11 @@ class Engine:
         return sum(measured[1:], measured[0]) if measured else None
 
     @property
+    def most_waiting(self) -> int:
+        """Requests that may wait at the same time."""
+        return self._members.most_places
+
+    @property
     def is_draining(self) -> bool:
         """Whether new requests are refused because the engine is about to end."""
         return self._is_draining
@@ -128,6 +135,43 @@ class Engine:
         prompt: Iterable[int],
         sampling: Sampling | None = None,
         *,
+        on_event: Callable[[AnswerEvent], None] | None = None,
+        **options: Any,
+    ) -> AnswerStream:
+        """Queue a request and return the stream of its events.
+
+        Args:
+            prompt: Token ids; at least one.
+            sampling: How the answer is drawn; defaults when None.
+            on_event: Called with each event in the engine's thread, and must return at once; the
+                stream is not iterated then.
+            **options: Further arguments of `submit_all`.
+
+        Raises:
+            ValueError: The request asks for what the model or the executor does not have.
+        """
+        call = None if on_event is None else lambda number, event: on_event(event)
+        return self.submit_all([prompt], sampling or Sampling(), on_event=call, **options)[0]
+
+    def submit_samples(
+        self, prompt: Iterable[int], sampling: Sampling, number: int, **options: Any
+    ) -> list[AnswerStream]:
+        """Queue several answers to one prompt; see `submit_all`.
+
+        Args:
+            prompt: Token ids.
+            sampling: How the answers are drawn.
+            number: Number of answers.
+            **options: Further arguments of `submit_all`.
+        """
+        return self.submit_all([prompt], sampling, number, **options)
+
+    def submit_all(
+        self,
+        prompts: Sequence[Iterable[int]],
+        sampling: Sampling,
+        number: int = 1,
+        *,
         stop: Sequence[str] = (),
         objective: LatencyObjective | None = None,
         adapter: str = "",
@@ -135,44 +179,64 @@ class Engine:
         session: str = "",
         category: str = "",
         priority: int = 0,
-        after: AnswerStream | None = None,
-        on_event: Callable[[AnswerEvent], None] | None = None,
-    ) -> AnswerStream:
-        """Queue a request and return the stream of its events.
+        on_event: Callable[[int, AnswerEvent], None] | None = None,
+    ) -> list[AnswerStream]:
+        """Queue several answers to each of some prompts: all of them, or none is begun.
+
+        The answers to a prompt have the seeds seed, seed + 1, ... It is computed once: the others
+        begin with its full pages when they are there, and have a place in the queue until then.
 
         Args:
-            prompt: Token ids; at least one.
-            sampling: How the answer is drawn; defaults when None.
-            stop: Strings that end the answer, which is cut before them; they need a codec.
+            prompts: Token ids of each; at least one.
+            sampling: How the answers are drawn.
+            number: Answers of each prompt.
+            stop: Strings that end an answer, which is cut before them; they need a codec.
             objective: Promised latency.
             adapter: Adapter that answers; empty for the base model.
             salt: Tenant; equal beginnings are shared within one tenant only.
-            session: Conversation that the request belongs to.
+            session: Conversation that the requests belong to.
             category: Kind of request.
             priority: Larger numbers are served first.
-            after: Request whose first token this one waits for, to share the pages of its prompt.
-            on_event: Called with each event in the engine's thread, and must return at once; the
-                stream is not iterated then.
+            on_event: Called in the engine's thread with the number of each answer, those of a
+                prompt side by side, and its event, and must return at once; the streams are not
+                iterated then.
 
         Raises:
-            ValueError: The request asks for what the model or the executor does not have.
+            ValueError: A request asks for what the model or the executor does not have.
         """
         if stop and self._codec is None:
             raise ValueError("stop strings need the text of tokens: give the engine a codec")
         if not all(stop):
             raise ValueError("stop holds an empty string, which every text contains: leave it out")
-        request = Request(
-            id=next(self._numbers),
-            prompt=tuple(map(int, prompt)),
-            sampling=sampling or Sampling(),
-            objective=objective,
-            adapter=adapter,
-            salt=salt,
-            session=session,
-            category=category,
-            priority=priority,
-        )
-        self._members.all[0].executor.check(request)
+        streams = list[AnswerStream]()
+        for prompt in prompts:
+            ids = tuple(map(int, prompt))
+            for index in range(number):
+                request = Request(
+                    id=next(self._numbers),
+                    prompt=ids,
+                    sampling=dataclasses.replace(sampling, seed=sampling.seed + index)
+                    if index
+                    else sampling,
+                    objective=objective,
+                    adapter=adapter,
+                    salt=salt,
+                    session=session,
+                    category=category,
+                    priority=priority,
+                )
+                self._members.all[0].executor.check(request)
+                call = None if on_event is None else functools.partial(on_event, len(streams))
+                streams.append(self._stream_of(request, stop, call))
+        self._post(streams, number)
+        return streams
+
+    def _stream_of(
+        self,
+        request: Request,
+        stop: Sequence[str],
+        on_event: Callable[[AnswerEvent], None] | None,
+    ) -> AnswerStream:
         text = TextStream(
             self._codec,
             stop,
@@ -180,41 +244,19 @@ class Engine:
             min_tokens=request.sampling.min_tokens,
             has_stop=request.sampling.has_stop,
         )
-        stream = AnswerStream(request, text, on_event, self.cancel)
+        return AnswerStream(request, text, on_event, self.cancel)
+
+    def _post(self, streams: Sequence[AnswerStream], number: int) -> None:
+        """Hand streams over to the engine's thread, or end them if the engine takes none."""
         with self._lock:
             refusal = self._failure or (self._is_draining and "the engine is draining") or ""
             if not refusal:
-                self._streams[stream.id] = stream
-        if refusal:
+                self._streams.update((stream.id, stream) for stream in streams)
+        if not refusal:
+            self._inbox.put(lambda: self._begin_all(streams, number))
+            return
+        for stream in streams:
             stream.end(End(stream.id, "refused", refusal))
-        else:
-            self._inbox.put(lambda: self._begin(stream, after))
-        return stream
-
-    def submit_samples(
-        self, prompt: Iterable[int], sampling: Sampling, number: int, **options: Any
-    ) -> list[AnswerStream]:
-        """Queue several answers to one prompt, with the seeds seed, seed + 1, ...
-
-        The prompt is computed once: the others begin with its full pages when they are there.
-
-        Args:
-            prompt: Token ids.
-            sampling: How the answers are drawn.
-            number: Number of answers.
-            **options: Further arguments of `submit`.
-        """
-        ids = tuple(prompt)
-        leader = self.submit(ids, sampling, **options)
-        return [leader] + [
-            self.submit(
-                ids,
-                dataclasses.replace(sampling, seed=sampling.seed + index),
-                after=leader,
-                **options,
-            )
-            for index in range(1, number)
-        ]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -311,19 +353,43 @@ class Engine:
                 self._publish(self._members.stop(event.id), member)
             self._release(event.id)
 
-    def _begin(self, stream: AnswerStream, after: AnswerStream | None) -> None:
-        if stream.id not in self._streams:  # cancelled
+    def _begin_all(self, streams: Sequence[AnswerStream], number: int) -> None:
+        """Queue all of some requests, or refuse all: none is computed in vain.
+
+        Args:
+            streams: Their streams.
+            number: Answers of each prompt, which are side by side.
+        """
+        num_free = self._members.num_places - self._num_followers
+        if len(streams) > num_free and (len(streams) > 1 or self._num_followers):
+            message = (
+                f"{len(streams)} answers do not fit into the queue, which has {max(num_free, 0)}"
+                " free places: ask for fewer, or try again later"
+            )
+            for stream in streams:
+                if stream.id in self._streams:
+                    self._publish(self._members.refuse(stream.request, message))
             return
-        shares = self._members.all[0].instance.has_sharing
-        if shares and after is not None and after.id in self._streams and not after.has_begun:
-            self._followers.setdefault(after.id, []).append(stream)
-            return
-        self._publish(self._members.submit(stream.request))
+        has_sharing = self._members.all[0].instance.has_sharing
+        for index, stream in enumerate(streams):
+            leader = streams[index - index % number]
+            is_follower = has_sharing and leader is not stream and leader.id in self._streams
+            if is_follower and not leader.has_begun:
+                self._followers.setdefault(leader.id, []).append(stream)
+                self._num_followers += 1
+            else:
+                self._begin(stream)
+
+    def _begin(self, stream: AnswerStream) -> None:
+        if stream.id in self._streams:  # it may have been cancelled
+            self._publish(self._members.submit(stream.request))
 
     def _release(self, id_: int) -> None:
-        """Submit the requests that waited for another."""
-        for stream in self._followers.pop(id_, ()):
-            self._begin(stream, None)
+        """Submit the requests that waited for the first token of another."""
+        followers = self._followers.pop(id_, ())
+        self._num_followers -= len(followers)
+        for stream in followers:
+            self._begin(stream)
 
     def _end(self, stream: AnswerStream, end: End, member: FleetMember | None = None) -> None:
         del self._streams[stream.id]

@@ -70,6 +70,9 @@ class Facts:
     """Layers of the model."""
     steps_at_once: int = 1
     """Steps that run at the same time at most."""
+    steps_ahead: int = 0
+    """Steps that may start before the tokens of those before them are known: 1 for an executor that
+    hands them over on the device."""
     shapes: Shapes | None = None
     """Compiled shapes; None takes any number of pieces of any length."""
     capabilities: frozenset[str] = frozenset({"pages"})

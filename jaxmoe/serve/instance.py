@@ -8,6 +8,10 @@
         results = executor.run(step)                # {request: Result} of the works that draw
         events = instance.apply(step, results, now)
 
+Where `Facts.steps_ahead` allows it, the next step starts before `apply`: a sequence is counted as
+computed when its step starts, and the token that the step draws stands as `PENDING` until then. Of
+an answer that ends with it one token too many is computed, and thrown away.
+
 An engine executes the steps on JAX, a simulator computes how long they take. All methods belong to
 one thread.
 """
@@ -26,7 +30,7 @@ from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.rules import check
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep, Swap, Work
-from jaxmoe.serve.view import InstanceView
+from jaxmoe.serve.view import InstanceView, may_start
 
 _NOTHING = Plan()
 
@@ -123,7 +127,7 @@ class Instance:
         sequence = self.queues.sequences.get(id_)
         if sequence is None or sequence.is_cancelled:
             return ()
-        if sequence.is_busy:
+        if self._is_waited_for(sequence):
             sequence.is_cancelled = True
             return ()
         return (self.end(sequence, "cancelled"),)
@@ -135,7 +139,7 @@ class Instance:
             id_: Request; one that has ended already is ignored.
         """
         sequence = self.queues.sequences.get(id_)
-        if sequence is None or sequence.is_busy:
+        if sequence is None or self._is_waited_for(sequence):
             return ()
         return (self.end(sequence, "stop"),)
 
@@ -150,9 +154,9 @@ class Instance:
     def _visible(self, now: float) -> dict[str, Any]:
         """Return the fields of a view."""
         running = tuple(self.queues.running.values())
-        busy = tuple([sequence for sequence in running if sequence.is_busy])
+        busy = tuple([sequence for sequence in running if not sequence.is_free])
         if busy:
-            running = tuple([sequence for sequence in running if not sequence.is_busy])
+            running = tuple([sequence for sequence in running if sequence.is_free])
         swapped = self.queues.swapped.values()
         return {
             "now": now,
@@ -168,6 +172,11 @@ class Instance:
             "num_moving": len(self.queues.moving) + len(self.incoming),
         }
 
+    @property
+    def may_start(self) -> bool:
+        """Whether another step may start."""
+        return may_start(self.flying, self.facts)
+
     def next_steps(
         self, policy: Callable[[InstanceView], Plan], now: float
     ) -> tuple[Plan, tuple[EngineStep, ...]]:
@@ -180,7 +189,7 @@ class Instance:
         Returns:
             The plan, and steps to be executed and then given to `apply`.
         """
-        if self.is_idle or len(self.flying) >= self.facts.steps_at_once:
+        if self.is_idle or not self.may_start:
             return _NOTHING, ()
         view = self.view(now)
         plan = policy(view)
@@ -219,6 +228,9 @@ class Instance:
             copies=tuple(self.copies),
             dropped=tuple(self.dropped),
         )
+        if self.facts.steps_ahead and not any(work.decides_more for work in step.works):
+            step = dataclasses.replace(step, is_foreseen=True)
+            self._foresee(step)
         self.copies = []
         self.dropped = []
         self.flying.append(step)
@@ -239,13 +251,18 @@ class Instance:
         events: list[Event] = []
         sequences = self.queues.sequences
         for work in step.works:
+            if self.facts.steps_ahead and work.id not in sequences:
+                continue  # its answer has ended with the token before
             sequence = sequences[work.id]
-            sequence.is_busy = False
             sequence.last_step = now
             is_written = work.draws and not sequence.is_cancelled
-            if sequence.is_scored:
+            if work.is_scored:
                 sequence.scores[work.start :] = results[work.id].prompt
             result = results[work.id] if is_written else None
+            if step.is_foreseen:
+                events += self._confirm(sequence, work, result, now)
+                continue
+            sequence.is_busy = False
             events += self._take_over(sequence, work, result, now)
             if sequence.is_cancelled and sequence.state != "finished":
                 events.append(self.end(sequence, "cancelled"))
@@ -305,6 +322,7 @@ class Instance:
         self.queues.leave(sequence)
         self.pool.give(sequence.pages)
         sequence.pages = []
+        sequence.forget_pending()
         sequence.state = "finished"
         del self.queues.sequences[sequence.id]
         self.queues.ended[reason] += 1
@@ -384,10 +402,42 @@ class Instance:
         draws = end == len(tokens)
         index = len(tokens) - len(request.prompt)
         sampling = request.sampling
-        is_scored = sampling.num_prompt_logprobs is not None and not index
-        has_history = is_scored or (draws and sampling.has_history)
+        has_history = sequence.is_scored or (draws and sampling.has_history)
         history = tuple(tokens) if has_history else ()
         return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter, history)
+
+    def _is_waited_for(self, sequence: Sequence) -> bool:
+        """Return whether a sequence ends only when its step has ended.
+
+        Where steps are foreseen none does: devices compute them in their order, so that its pages
+        may be given back at once.
+        """
+        return sequence.is_busy and not self.facts.steps_ahead
+
+    def _foresee(self, step: EngineStep) -> None:
+        """Count the tokens of a step as computed, and those that it draws as pending."""
+        for work in step.works:
+            sequence = self.queues.running[work.id]
+            sequence.computed += len(work.tokens)
+            sequence.is_busy = False
+            if work.draws:
+                sequence.expect()
+                sequence.is_busy = self._is_whole(sequence)  # nothing more is computed
+
+    def _confirm(
+        self, sequence: Sequence, work: Work, result: Any, now: float
+    ) -> tuple[Event, ...]:
+        """Take over what a foreseen step has computed, as `_take_over` does.
+
+        The sequence was counted as computed when the step started, and may have given its pages
+        back since.
+        """
+        self.num_computed += len(work.tokens)
+        if result is not None:
+            sequence.fulfil(result.token, now)
+        if sequence.pages:
+            self._name_pages(sequence, work.start + len(work.tokens))
+        return () if result is None else self._events(sequence, work, result)
 
     def _take_over(
         self, sequence: Sequence, work: Work, result: Any, now: float
@@ -401,7 +451,10 @@ class Instance:
             now: Seconds on the instance's clock.
         """
         self._advance(sequence, len(work.tokens))
-        return () if result is None else self._write(sequence, result, now)
+        if result is None:
+            return ()
+        sequence.append(result.token, now)
+        return self._events(sequence, work, result)
 
     def _advance(self, sequence: Sequence, count: int) -> None:
         """Count computed tokens, and name the pages that they have filled.
@@ -412,18 +465,22 @@ class Instance:
         """
         self.num_computed += count
         sequence.computed += count
-        num_full = sequence.computed // self.facts.page_size
+        self._name_pages(sequence, sequence.computed)
+
+    def _name_pages(self, sequence: Sequence, num_tokens: int) -> None:
+        """Name the pages that are full of the first tokens of a sequence, which are known."""
+        num_full = num_tokens // self.facts.page_size
         if self.has_sharing and num_full > sequence.named:
             names = sequence.names()
             for number in range(sequence.named, num_full):
                 self.pool.name(sequence.pages[number], names[number])
                 sequence.named = number + 1
 
-    def _write(self, sequence: Sequence, result: Result, now: float) -> tuple[Event, ...]:
-        if sequence.is_scored:
+    def _events(self, sequence: Sequence, work: Work, result: Result) -> tuple[Event, ...]:
+        """Return a token that was written, and the end of an answer that it ends."""
+        if work.is_scored:
             result = dataclasses.replace(result, prompt=tuple(sequence.scores))
-        token = Token(sequence.id, sequence.num_written, result)
-        sequence.append(result.token, now)
+        token = Token(sequence.id, work.index, result)
         reason = result.ending or self._ending(sequence, result.token)
         if reason is None:
             return (token,)
@@ -431,10 +488,12 @@ class Instance:
 
     def _ending(self, sequence: Sequence, token: int) -> EndReason | None:
         """Return why an answer ends with its last token; None if it goes on."""
-        request = sequence.request
-        if token in request.sampling.stop_ids:
+        if token in sequence.request.sampling.stop_ids:
             return "stop"
+        return "length" if not sequence.num_pending and self._is_whole(sequence) else None
+
+    def _is_whole(self, sequence: Sequence) -> bool:
+        """Return whether an answer has all tokens that it may have, pending ones included."""
         # The only place that ends an answer at this length: `max_tokens` may ask for more.
-        length = len(sequence.tokens)
-        is_whole = length - len(request.prompt) >= request.sampling.max_tokens
-        return "length" if is_whole or length >= self.facts.max_length else None
+        most = sequence.request.sampling.max_tokens
+        return sequence.num_written >= most or len(sequence.tokens) >= self.facts.max_length

@@ -2,7 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes the steps of an engine's instance in a thread of its executor, which keeps their order.
 
-Results come back through `post`, which runs a function in the thread of the engine.
+Results come back through `post`, which runs a function in the thread of the engine. Where the
+executor can launch a step before the last one has ended, the threads do
+
+    engine      plan 1, plan 2                    apply 1, plan 3          apply 2, plan 4
+    executor    launch 1, launch 2, collect 1 ... launch 3, collect 2 ...  launch 4, collect 3 ...
+    device      1 ............................... 2 ...................... 3 .................
+
+so that the device has the next step when one ends.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from jaxmoe.serve.backend import Executor
+from jaxmoe.serve.backend import AheadExecutor, Executor
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.metrics import EngineMetrics, Meter
@@ -37,6 +44,10 @@ class FleetMember:
     executor: Any
     thread: ThreadPoolExecutor
     """The one thread that calls the executor, in the order of the calls."""
+    launched: list[tuple[EngineStep, Callable[[], dict[int, Any]]]] = dataclasses.field(
+        default_factory=list
+    )
+    """Steps that were launched, and what collects them."""
     meter: Meter = dataclasses.field(default_factory=Meter)
     metrics: EngineMetrics = EngineMetrics()
     """Numbers after the last step."""
@@ -107,6 +118,23 @@ class Members:
         """Requests that no instance has taken yet."""
         return 0
 
+    @property
+    def num_places(self) -> int:
+        """Requests that may still be queued."""
+        return sum(
+            member.instance.facts.max_waiting - len(member.instance.queues.waiting)
+            for member in self.all
+        )
+
+    @property
+    def most_places(self) -> int:
+        """Requests that may be queued at the same time."""
+        return sum(member.instance.facts.max_waiting for member in self.all)
+
+    def refuse(self, request: Request, message: str) -> tuple[Event, ...]:
+        """Count a request that is not queued, and return the end of its stream."""
+        return self.all[0].instance.refuse(request, message)
+
     def submit(self, request: Request) -> tuple[Event, ...]:
         """Queue a request; return nothing, or the end of its stream if it is refused."""
         return self.all[0].instance.submit(request, self._clock())
@@ -154,7 +182,10 @@ class Members:
         plan, steps = self._plan(member)
         for step in steps:
             note(member.instance, step)
-            self._call(member, member.executor.run, step, then=self._finish(member, step))
+            self._execute(member, step)
+        if steps and member.instance.facts.steps_ahead and member.instance.may_start:
+            return 0.0  # the next one is planned while this one runs
+        self._collect(member)
         if steps:
             self.measure(member)
         elif plan.admit or plan.evict or plan.restore:
@@ -168,6 +199,24 @@ class Members:
         """Return what the policy of an instance wants, and the steps that start for it."""
         now = self._clock()
         return member.instance.next_steps(member.policy, now)
+
+    def _execute(self, member: FleetMember, step: EngineStep) -> None:
+        """Run a step, or launch it where others may start before it ends."""
+        if not member.instance.facts.steps_ahead:
+            self._call(member, member.executor.run, step, then=self._finish(member, step))
+            return
+        executor: AheadExecutor = member.executor
+        launch = member.thread.submit(executor.launch, step)
+        member.launched.append((step, lambda: executor.collect(launch.result())))
+
+    def _collect(self, member: FleetMember) -> None:
+        """Wait for the first step that was launched, unless one before it is waited for.
+
+        The last one waits for the next launch, which would come too late behind its end.
+        """
+        if member.launched and len(member.launched) == len(member.instance.flying):
+            step, collect = member.launched.pop(0)
+            self._call(member, collect, then=self._finish(member, step))
 
     def _call(self, member: FleetMember, function: Any, *arguments: Any, then: Any) -> None:
         """Call a function of an executor in its thread, and then `then` with its future in ours."""
@@ -201,6 +250,7 @@ class Members:
 
     def _fail(self, member: FleetMember, message: str) -> None:
         """End all streams of an instance, which goes on with empty pages."""
+        member.launched.clear()
         member.thread.submit(member.executor.reset).result()
         self._publish(self._ends(member, message), member)
 

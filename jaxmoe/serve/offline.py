@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import GenerationConfig, LoadedModel, Sample, TextCodec, continue_texts
+from jaxmoe.generation.text import GenerationConfig, LoadedModel, Sample, continue_texts
+from jaxmoe.generation.text_stream import TextCodec
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.backend import Executor, backend_of
 from jaxmoe.serve.config import InstancesConfig

@@ -14,6 +14,8 @@ from jaxmoe.serve.requests import PromptScore, Request
 
 Tokens = collections.abc.Sequence[int]
 """Token ids in a tuple, a list or an array."""
+PENDING = -1
+"""Stands for a token that a step draws which has not ended."""
 State = Literal["waiting", "running", "swapped", "moving", "finished"]
 
 
@@ -32,7 +34,8 @@ class Sequence:
     page_size: int
     """Tokens of a page."""
     tokens: Tokens
-    """Prompt and written tokens; the prompt of the request itself until the first is written."""
+    """Prompt and written tokens; the prompt of the request itself until the first is written. The
+    last `num_pending` of them are `PENDING`."""
     state: State = "waiting"
     pages: list[int] = dataclasses.field(default_factory=list)
     """Table of pages."""
@@ -41,7 +44,12 @@ class Sequence:
     named: int = 0
     """Pages of the table that were offered a name."""
     is_busy: bool = False
-    """Whether a step that has started and not ended computes it."""
+    """Whether it waits for the end of a step that computes it. Where steps are foreseen, a sequence
+    is free when its step has started, as if that had ended."""
+    num_pending: int = 0
+    """Tokens that steps draw which have not ended."""
+    is_leaving: bool = False
+    """Whether it takes part in no further step, until it moves to another instance or stays."""
     is_cancelled: bool = False
     """Whether it ends as soon as its step ends."""
     preempted: int = 0
@@ -66,8 +74,13 @@ class Sequence:
         self.id = self.request.id
 
     @property
+    def is_free(self) -> bool:
+        """Whether a step may compute it."""
+        return not (self.is_busy or self.is_leaving)
+
+    @property
     def num_written(self) -> int:
-        """Tokens of the answer."""
+        """Tokens of the answer, pending ones included."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
@@ -90,10 +103,11 @@ class Sequence:
         names = self._names
         size = self.page_size
         begin = len(names) * size
-        if begin + size <= len(self.tokens):
+        end = len(self.tokens) - self.num_pending
+        if begin + size <= end:
             request = self.request
             parent = names[-1] if names else root_name(request.adapter, request.salt)
-            names += page_names(parent, self.tokens[begin:], size)
+            names += page_names(parent, self.tokens[begin:end], size)
         return names
 
     def prefix_names(self) -> list[bytes]:
@@ -113,10 +127,39 @@ class Sequence:
             token: Its id.
             now: Time, seconds.
         """
+        self._own_tokens().append(token)
+        self._note_time(now)
+
+    def expect(self) -> None:
+        """Add a token that a step which has started will draw."""
+        self._own_tokens().append(PENDING)
+        self.num_pending += 1
+
+    def fulfil(self, token: int, now: float) -> None:
+        """Write the first token that is pending.
+
+        Args:
+            token: Its id.
+            now: Time, seconds.
+        """
+        self._own_tokens()[-self.num_pending] = token
+        self.num_pending -= 1
+        self._note_time(now)
+
+    def forget_pending(self) -> None:
+        """Leave out the tokens that are pending; the answer has ended before them."""
+        if self.num_pending:
+            del self._own_tokens()[-self.num_pending :]
+            self.num_pending = 0
+
+    def _own_tokens(self) -> list[int] | array.array[int]:
+        """Return the tokens, which are not those of the request itself any more."""
         tokens = self.tokens
         if tokens is self.request.prompt or not isinstance(tokens, list | array.array):
             self.tokens = tokens = tokens[:] if isinstance(tokens, array.array) else [*tokens]
-        tokens.append(token)
+        return tokens
+
+    def _note_time(self, now: float) -> None:
         self.last = now
         if self.first is None:
             self.first = now

@@ -18,7 +18,7 @@ class Work:
     id: int
     """Sequence."""
     tokens: Sequence[int]
-    """Token ids to compute."""
+    """Token ids to compute; the last is `PENDING` where the step before draws it."""
     start: int
     """Position of the first of them."""
     pages: tuple[int, ...]
@@ -33,6 +33,16 @@ class Work:
     history: Sequence[int] = ()
     """Tokens of prompt and answer, where one is drawn with penalties or those of the prompt are
     scored; else empty."""
+
+    @property
+    def decides_more(self) -> bool:
+        """Whether its result decides how a later token is drawn, beside the token itself."""
+        return self.draws and self.sampling.has_history
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether tokens of the prompt are scored, as long as none of the answer is known."""
+        return self.sampling.num_prompt_logprobs is not None and not self.index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +83,8 @@ class EngineStep:
     """Pages (from, to) to copy on the device."""
     dropped: tuple[int, ...] = ()
     """Swapped sequences that ended: their host memory is free."""
+    is_foreseen: bool = False
+    """Whether the next step may start before the results of this one are known."""
 
     @property
     def works(self) -> Iterator[Work]:

@@ -8,7 +8,8 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
-from jaxmoe.serve.answers import AnswerEvent, Ended, Generated, TextStream
+from jaxmoe.generation.text_stream import TextStream
+from jaxmoe.serve.answers import AnswerEvent, Ended, Generated
 from jaxmoe.serve.requests import End, Request, Token
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Sequence as AnySequence
 
 from jaxmoe.serve.blocks import BlockPool
 from jaxmoe.serve.facts import Facts
@@ -13,6 +14,20 @@ from jaxmoe.serve.ledger import PageLedger
 from jaxmoe.serve.queues import WaitingQueue
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep
+
+
+def may_start(flying: AnySequence[EngineStep], facts: Facts) -> bool:
+    """Return whether another step may start.
+
+    Here the engine falls back to serial steps: behind a step whose results decide how the next
+    token is drawn, such as the mask of a grammar, nothing starts until they are known.
+
+    Args:
+        flying: Steps that have started and not ended.
+        facts: Properties of the instance.
+    """
+    is_foreseen = facts.steps_ahead > 0 and all(step.is_foreseen for step in flying)
+    return len(flying) < facts.steps_at_once + (facts.steps_ahead if is_foreseen else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +60,7 @@ class InstanceView:
     @property
     def is_free(self) -> bool:
         """Whether another step may start."""
-        return len(self.flying) < self.facts.steps_at_once
+        return may_start(self.flying, self.facts)
 
     @property
     def num_running(self) -> int:

@@ -17,6 +17,7 @@ from experiments.bench import products as bench_products
 from experiments.bench.accelerator.attention import AttentionCase
 from experiments.bench.kernels import loads
 from experiments.bench.measure import OtherLoad, describe_load
+from experiments.bench.serving.idle import idle_seconds
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from pallas_kernels import flash_attention
 
@@ -400,3 +401,22 @@ def test_chunks_refuses_bad_sizes(tmp_path, capsys, arguments, words):
     with pytest.raises(SystemExit, match="2"):
         bench.main(["chunks", *arguments, "--run.directory", str(tmp_path / "run")])
     assert words in " ".join(capsys.readouterr().err.split())  # argparse wraps lines
+
+
+def test_a_device_waits_from_the_end_of_a_step_until_the_next_is_launched():
+    launches, ends = [0.0, 1.0, 5.0], [2.0, 4.0, 6.0]
+    assert idle_seconds(launches, ends).tolist() == [0.0, 1.0]
+
+
+def test_the_waiting_of_a_device_is_measured(tmp_path, capsys):
+    small = [*SMALL_STEP[:14], "--model.vocab_size", "32"]
+    sizes = ["--batches", "1", "3", "--answer_length", "40", "--rounds", "1"]
+    arguments = ["idle", *small, *sizes, "--run.directory", str(tmp_path / "run")]
+    assert bench.main(arguments) == 0
+    batches = json.loads((tmp_path / "run" / "summary.json").read_text())["batches"]
+    assert list(batches) == ["1", "3"]
+    for row in batches.values():
+        assert 0.0 <= row["idle_share"] <= 1.0 and row["step_seconds"] > 0.0
+    assert "the device waits for" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main(["idle", "--answer_length", "8"])

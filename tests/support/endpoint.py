@@ -123,6 +123,7 @@ def serving(
     grammars=None,
     tool_parser=None,
     reasoning=None,
+    takes_priority=False,
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
@@ -134,6 +135,7 @@ def serving(
     given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given |= {"has_experts": has_experts, "eos_ids": eos_ids, "defaults": defaults or {}}
     given |= {"grammars": grammars, "tool_parser": tool_parser}
+    given |= {"takes_priority": takes_priority}
     given |= {} if reasoning is None else {"reasoning": reasoning}
     further = {} if routes is None else routes(engine)
     served = Served(name="speller", engine=engine, routes=further, **given)

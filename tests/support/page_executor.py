@@ -22,6 +22,8 @@ from jaxmoe.serve import (
     Request,
     Result,
 )
+from jaxmoe.serve.requests import Token
+from jaxmoe.serve.sequence import PENDING
 from jaxmoe.serve.step import Swap
 
 VOCAB = 13
@@ -52,9 +54,11 @@ class PageExecutor:
         self.named: dict[bytes, list[int]] = {}
         self.num_swapped = 0
         self.begun: dict[int, tuple[int, ...]] = {}
+        self.drawn: dict[int, int] = {}
 
     def run(self, step: EngineStep) -> dict[int, Result]:
         size = self.facts.page_size
+        before, self.drawn = self.drawn, {}
         for source, target in step.copies:
             for slot in range(size):
                 self.memory[target, slot] = self.memory.get((source, slot), -1)
@@ -72,11 +76,13 @@ class PageExecutor:
                     self.begun[work.id] = work.tokens
                 assert self.begun[work.id] == work.tokens
             if layers is None or layers[1] == self.facts.num_layers:
-                self.write(work.pages, work.start, work.tokens)
+                tokens = [before[work.id] if t == PENDING else t for t in work.tokens]
+                self.write(work.pages, work.start, tokens)
         for work in step.works:
             if work.draws:
                 seen = self.read(work.pages, work.start + len(work.tokens))
-                results[work.id] = Result(next_token(seen))
+                self.drawn[work.id] = next_token(seen)
+                results[work.id] = Result(self.drawn[work.id])
         return results
 
     def swap_out(self, swap: Swap) -> None:
@@ -125,21 +131,31 @@ def serve(
     requests: Sequence[tuple[int, Request]],
     *,
     during: Callable[[int], Iterator[int]] = lambda time: iter(()),
+    stop: Callable[[Token], bool] = lambda token: False,
     limit: int = 3000,
 ) -> tuple[Streams, list[Plan]]:
-    """Serve requests that arrive at given steps; `during(time)` yields requests to cancel."""
+    """Serve requests that arrive at given steps; `during(time)` yields requests to cancel.
+
+    Where the facts allow it, a step starts before the one before is applied. `stop` says which
+    tokens end an answer by its text.
+    """
     executor, streams, plans = PageExecutor(instance.facts), Streams(), []
+    flying: list[tuple[EngineStep, dict[int, Result]]] = []
     queue = sorted(requests, key=lambda pair: pair[0])
     time = 0
-    while queue or not instance.is_idle:
+    while queue or flying or not instance.is_idle:
         while queue and queue[0][0] <= time:
             streams.add(instance.submit(queue.pop(0)[1], float(time)))
-        plans.append(policy(instance.view(float(time))))
-        for step in instance.start(plans[-1], float(time)):
-            results = executor.run(step)
-            for id_ in during(time):
-                streams.add(instance.cancel(id_))
-            streams.add(instance.apply(step, results, float(time + 1)))
+        plan, steps = instance.next_steps(policy, float(time))
+        plans.append(plan)
+        flying += [(step, executor.run(step)) for step in steps]
+        for id_ in during(time):
+            streams.add(instance.cancel(id_))
+        if flying and (not steps or len(flying) > instance.facts.steps_ahead):
+            for event in instance.apply(*flying.pop(0), float(time + 1)):
+                streams.add([event])
+                if isinstance(event, Token) and stop(event):
+                    streams.add(instance.stop(event.id))
         instance.check_pages()
         time += 1
         assert time < limit, "requests wait for ever"

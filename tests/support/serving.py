@@ -146,7 +146,15 @@ class Smaller:
 
     def run(self, step: Any) -> Any:
         """Compute a step."""
-        return executor().run(step)
+        return self.collect(self.launch(step))
+
+    def launch(self, step: Any) -> Any:
+        """Begin a step."""
+        return executor().launch(step)
+
+    def collect(self, launched: Any) -> Any:
+        """Wait for a step."""
+        return executor().collect(launched)
 
     def reset(self) -> None:
         """Begin with empty pages."""
@@ -177,6 +185,7 @@ def serve(
     policy: Any = None,
     has_sharing: bool = True,
     run: Any = None,
+    steps_ahead: int = 1,
 ) -> Served:
     """Serve requests that arrive and are cancelled at certain steps, until none is left.
 
@@ -189,9 +198,11 @@ def serve(
         policy: Batching config.
         has_sharing: Whether prefixes are shared.
         run: Function of a step in place of the executor of the session.
+        steps_ahead: Steps that start before the tokens of the last are known.
     """
     sizes, policy = sizes or Smaller(), policy or SplitFuseConfig(budget=8)
-    facts = sizes.facts()
+    facts = dataclasses.replace(sizes.facts(), steps_ahead=steps_ahead)
+    flying = []
     plan, instance = policy.build(facts), Instance(facts, policy.name, has_sharing=has_sharing)
     served = Served({id_: [] for id_ in requests}, {}, instance)
 
@@ -208,7 +219,7 @@ def serve(
                 served.reasons[event.id] = event.reason
 
     now = 0
-    while now <= max(arrivals.values()) or not instance.is_idle:
+    while now <= max(arrivals.values()) or flying or not instance.is_idle:
         for id_, (prompt, sampling) in requests.items():
             if arrivals[id_] == now:
                 priority = (priorities or {}).get(id_, 0)
@@ -216,8 +227,11 @@ def serve(
                 note(instance.submit(request, float(now)))
             if (cancels or {}).get(id_) == now:
                 note(instance.cancel(id_))
-        for step in instance.start(plan(instance.view(float(now))), float(now)):
-            note(instance.apply(step, (run or sizes.run)(step), float(now)))
+        _, steps = instance.next_steps(plan, float(now))
+        flying += [(step, (run or sizes.launch)(step)) for step in steps]
+        if flying and (not steps or len(flying) > steps_ahead):
+            step, launched = flying.pop(0)
+            note(instance.apply(step, launched if run else sizes.collect(launched), float(now)))
         instance.check_pages()
         now += 1
         assert now < 2000, "the instance makes no progress"

@@ -15,7 +15,7 @@ from typing import Any
 from jaxmoe.contrib.fleet.config import FleetConfig
 from jaxmoe.contrib.fleet.members import FleetMembers, FleetParts
 from jaxmoe.contrib.fleet.resharding import Layouts, Resharder
-from jaxmoe.generation.text import TextCodec
+from jaxmoe.generation.text_stream import TextCodec
 from jaxmoe.serve.backend import Executor
 from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.engine import Engine

@@ -58,10 +58,13 @@ class MeshExecutor(ModelExecutor):
             raise ValueError(
                 f"the executors differ in their sizes: {executor.config}, {self.config}"
             )
+        executor._collect_all()
         start_time = time.perf_counter()
         places = jax.tree.map(lambda part: part.sharding, self._pools)
         self._pools = {}  # empty pages, whose memory the others need
         self._pools = jax.block_until_ready(jax.device_put(executor._pools, places))
+        self._drawn = jax.device_put(executor._drawn, self._drawn.sharding)
+        self._rows = executor._rows
         self._host = executor._host.copy()
         self._load = executor._load
         self._experts.adopt(executor._experts)

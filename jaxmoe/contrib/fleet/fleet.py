@@ -164,6 +164,7 @@ class Fleet:
         target = self.instances[move.target]
         sequence = source.queues.sequences[move.id]
         is_movable = sequence.state in ("waiting", "running") and move.id not in self._moves
+        is_movable = is_movable and not (sequence.state == "waiting" and sequence.num_pending)
         if not is_movable or source is target:
             return
         self.num_moves += 1
@@ -212,7 +213,13 @@ class Fleet:
         Returns:
             The plan, and steps to be executed and then given to `apply`.
         """
-        return self.instances[number].next_steps(self._policies[number], now)
+        instance = self.instances[number]
+        plan, steps = instance.next_steps(self._policies[number], now)
+        for step in steps if self._targets else ():
+            for work in step.works if step.is_foreseen else ():
+                if work.draws and work.id in self._targets:  # no further step computes it here
+                    instance.queues.sequences[work.id].is_leaving = True
+        return plan, steps
 
     def apply(
         self, number: int, step: EngineStep, results: Mapping[int, Any], now: float
@@ -230,7 +237,7 @@ class Fleet:
         """
         instance = self.instances[number]
         sequences = instance.queues.sequences
-        live = {id_: sequences[id_] for id_ in results}
+        live = {id_: sequences[id_] for id_ in results if id_ in sequences}
         events = self._note(instance.apply(step, results, now))
         for event in events:
             if isinstance(event, End) and event.reason in ("stop", "length"):
@@ -239,6 +246,8 @@ class Fleet:
         for id_ in results if self._targets else ():
             if id_ in self._targets and id_ in instance.queues.running:
                 self.move(Move(id_, number, self._targets.pop(id_)), is_live=False)
+                if id_ not in self._moves:
+                    live[id_].is_leaving = False
         return events
 
     def fail(self, number: int, message: str) -> tuple[Event, ...]:

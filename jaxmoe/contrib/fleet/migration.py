@@ -81,7 +81,8 @@ class Migration:
             full = sequence.computed // sequence.page_size - len(self._pages)
             if self.is_live and self._rest() > 1:
                 return self._begin(full) if self._take(full) else self.abort()
-            if sequence.is_busy:
+            if sequence.is_busy or sequence.num_pending:
+                sequence.is_leaving = sequence.num_pending > 0
                 return None
             depart(self._source, sequence.id)
         num_left = self._rest()
@@ -108,6 +109,7 @@ class Migration:
             return
         self.is_over = True
         self.copy = None
+        self._one.is_leaving = False
         self._target.pool.give(self._target.incoming.pop(self.move.id))
         if self._one.state == "moving":
             stay(self._source, self.move.id)

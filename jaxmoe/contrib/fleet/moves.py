@@ -56,9 +56,10 @@ def depart(instance: Instance, id_: int) -> Sequence:
         id_: Running sequence between two steps.
     """
     sequence = instance.queues.running[id_]
-    if sequence.is_busy:
+    if sequence.is_busy or sequence.num_pending:
         raise ValueError(f"sequence {id_} is being computed: move it between two steps")
     instance.queues.leave(sequence)
+    sequence.is_leaving = False
     sequence.state = "moving"
     instance.queues.enter(sequence)
     return sequence

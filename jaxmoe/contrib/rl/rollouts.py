@@ -23,7 +23,8 @@ from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.contrib.rl.stream import SampleStore, StreamCounts
 from jaxmoe.errors import JaxmoeError
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.generation.text import TextCodec, encode_prompts
+from jaxmoe.generation.text import encode_prompts
+from jaxmoe.generation.text_stream import TextCodec
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.serve.answers import Ended, Generated, whole_experts
 from jaxmoe.serve.blocks import num_pages

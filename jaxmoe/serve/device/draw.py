@@ -139,6 +139,16 @@ def keys_of(seeds: Int[Array, " N"], indices: Int[Array, " N"]) -> Any:
     )
 
 
+def fill_rows(tokens: Int[Array, " N"], size: int) -> Int[Array, " M"]:
+    """Return tokens up to the number that every step has, so that the next one can read them.
+
+    Args:
+        tokens: Tokens of a step.
+        size: M, the rows of the largest step.
+    """
+    return jnp.pad(tokens, (0, size - len(tokens)))
+
+
 @jax.jit
 def draw_adjusted(
     logits: Float[Array, "N V"],
@@ -147,8 +157,8 @@ def draw_adjusted(
     limits: Limits,
     adjustments: Adjustments,
     is_adjusted: Bool[Array, " N"],
-    tokens: Int[Array, " N"],
-) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
+    tokens: Int[Array, " M"],
+) -> tuple[Int[Array, " M"], Float[Array, " N"]]:
     """Return the next tokens and their log-probabilities under the model.
 
     Args:
@@ -158,9 +168,10 @@ def draw_adjusted(
         limits: Temperatures and filters.
         adjustments: Changes of each row.
         is_adjusted: Rows that are drawn again.
-        tokens: Tokens of the step, which the other rows keep.
+        tokens: Tokens of the step, which the other rows keep, and 0 behind them.
     """
     drawn = choose_each(adjust_logits(logits, adjustments), keys_of(seeds, indices), limits)
-    drawn = jnp.where(is_adjusted, drawn, tokens)
+    drawn = jnp.where(is_adjusted, drawn, tokens[: len(drawn)])
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    return drawn, jnp.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
+    logprobs = jnp.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
+    return fill_rows(drawn, len(tokens)), logprobs

@@ -13,16 +13,16 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.execution import ExecutionConfig, ServedConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
-from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.draw import (
     MOST_BIASES,
@@ -32,6 +32,7 @@ from jaxmoe.serve.device.draw import (
 )
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
+from jaxmoe.serve.device.inputs import InputArrays, PlacedWork
 from jaxmoe.serve.device.layers import apart, longest_loop, num_calls
 from jaxmoe.serve.device.matchers import Matchers
 from jaxmoe.serve.device.pages import initial_pools, why_not_served
@@ -42,14 +43,13 @@ from jaxmoe.serve.device.prompt import (
     scores_of,
     targets_of,
 )
-from jaxmoe.serve.device.rows import no_limits, result_of, set_limits
+from jaxmoe.serve.device.rows import asks_for_more, result_with
 from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.requests import Request, Result, Sampling, check_numbers
 from jaxmoe.serve.step import EngineStep, Work
 from sharding.mesh import MeshConfig
-from sharding.sequence_parallel import PageTables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,14 +64,18 @@ class StepShape:
     """Time of compilation."""
 
 
-class PlacedWork(NamedTuple):
-    """Work of a step, and its place in the arrays."""
+@dataclasses.dataclass(eq=False, slots=True)
+class LaunchedStep:
+    """A step that a device computes, or has computed."""
 
-    work: Work
-    row: int
-    """Row of the tables and of the results."""
-    first: int
-    """Place of its first token."""
+    placed: list[PlacedWork]
+    """Its works, and their places."""
+    outputs: StepOutputs
+    """Arrays that are fetched."""
+    scores: PositionScores | None
+    """Scores of prompts; None where no request asks for them."""
+    results: dict[int, Result] | None = None
+    """Results by sequence, once they are collected."""
 
 
 class ModelExecutor:
@@ -119,6 +123,7 @@ class ModelExecutor:
         self._router_state = router_state
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
+        self._arrays = InputArrays(self.config, model.vocab_size, adapters)
         self._step = make_step(model, self.execution, options)
         self._score = make_scores(model, self.execution, self.config.num_logprobs)
         self.moved_bytes = 0
@@ -153,6 +158,8 @@ class ModelExecutor:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._host = HostPages()
         self._matchers = Matchers()
+        self._uncollected = list[LaunchedStep]()
+        self._rows: dict[int, int] = {}
         self._load: np.ndarray | None = None
         size = self.config.num_pages, self.config.page_size
         self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
@@ -160,6 +167,7 @@ class ModelExecutor:
             self._pools = initial_pools(
                 self.model, self.execution, pages=self.config.num_pages, size=self.config.page_size
             )
+            self._drawn: Any = self._no_tokens()
 
     @property
     def mesh(self) -> MeshConfig:
@@ -191,6 +199,16 @@ class ModelExecutor:
             Results by sequence; those of pieces of a prompt have its scores alone, where the
             request asks for them.
         """
+        return self.collect(self.launch(step))
+
+    def launch(self, step: EngineStep) -> LaunchedStep:
+        """Let the device compute a step, behind those that it computes.
+
+        Tokens that are pending go from the step before to this one on the device.
+
+        Args:
+            step: Work with its pages taken.
+        """
         with self._in_mesh():
             self._transfer(step)
             pieces = self.config.shapes.fitting([len(work.tokens) for work in step.pieces])
@@ -200,23 +218,57 @@ class ModelExecutor:
             inputs, placed = self._inputs(step, StepShape(pieces, length))
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
             scores = self._scores(outputs, placed)
-            embeddings = _embeddings(outputs, placed)
             outputs = self._drawn_again(outputs, inputs, placed)
-            fetched, scores = jax.device_get((outputs._replace(logits=None, hidden=None), scores))
+            self._drawn = outputs.tokens
+            self._rows = {work.id: row for work, row, _ in placed if work.draws}
+            has_embedding = any(map(_wants_embedding, step.works))
+            outputs = outputs._replace(
+                logits=None,
+                hidden=None,
+                last_hidden=outputs.last_hidden if has_embedding else None,
+            )
+            for array in jax.tree.leaves((outputs, scores)):
+                array.copy_to_host_async()
+        launched = LaunchedStep(placed, outputs, scores)
+        self._uncollected.append(launched)
+        return launched
+
+    def collect(self, launched: LaunchedStep) -> dict[int, Result]:
+        """Wait for a step, and return its results as `run` does.
+
+        Args:
+            launched: Step of `launch`.
+        """
+        while launched.results is None:
+            step = self._uncollected.pop(0)
+            step.results = self._fetch(step)
+        return launched.results
+
+    def _collect_all(self) -> None:
+        """Wait for all steps, before what they leave in host memory is read or moved."""
+        if self._uncollected:
+            self.collect(self._uncollected[-1])
+
+    def _fetch(self, launched: LaunchedStep) -> dict[int, Result]:
+        """Return the results of a step whose predecessors were fetched."""
+        fetched, scores = jax.device_get((launched.outputs, launched.scores))
         if fetched.load is not None:
             self._load = fetched.load + (0 if self._load is None else self._load)
         if fetched.experts is not None:
-            for work, _, first in placed:
+            for work, _, first in launched.placed:
                 self._experts.write(work, fetched.experts[:, first : first + len(work.tokens)])
+        tokens = fetched.tokens.tolist()
+        logprobs = fetched.logprobs.tolist()
         results = {}
-        for work, row, first in placed:
+        for work, row, first in launched.placed:
             prompt = scores_of(scores, work, first)
             if work.draws:
-                experts = self._experts.read(work)
-                result = result_of(fetched, work, row, experts, prompt)
-                if work.id in embeddings:
-                    result = dataclasses.replace(result, embedding=embeddings[work.id])
-                results[work.id] = self._matchers.ending(work, result)
+                result = Result(tokens[row], logprobs[row], prompt=prompt)
+                if asks_for_more(work):
+                    experts = self._experts.read(work)
+                    result = result_with(result, fetched, work, row, experts)
+                    result = self._matchers.ending(work, result)
+                results[work.id] = result
             elif num_scored(work):
                 results[work.id] = Result(-1, prompt=prompt)
         return results
@@ -268,6 +320,7 @@ class ModelExecutor:
         Args:
             pages: Pages of the pool; at least one.
         """
+        self._collect_all()
         with self._in_mesh():
             pools = self._move.to_host(self._pools, pages)
         self._count(pools, pages)
@@ -280,6 +333,7 @@ class ModelExecutor:
             pages: Pages of the pool.
             host_pages: Their content.
         """
+        self._collect_all()
         with self._in_mesh():
             self._pools = self._move.from_host(self._pools, pages, host_pages.pools)
         self._experts.put(pages, host_pages.experts)
@@ -302,6 +356,7 @@ class ModelExecutor:
             max_running=config.shapes.singles,
             max_length=config.context_lengths[-1],
             max_waiting=max_waiting,
+            steps_ahead=1,
             num_layers=self.model.num_layers,
             shapes=config.shapes,
         )
@@ -369,10 +424,13 @@ class ModelExecutor:
             targets = np.zeros(len(inputs.tokens), np.int32)
             scores = self._score(self._params, outputs.hidden, targets)
             jax.block_until_ready((outputs, scores))
+            self._drawn = outputs.tokens
         return dataclasses.replace(shape, seconds=time.perf_counter() - start_time)
 
     def _transfer(self, step: EngineStep) -> None:
         """Move pages before the work: on the device, to host memory, and back."""
+        if step.copies or step.out or step.back:
+            self._collect_all()
         if step.copies:
             self._pools = self._move.copy(self._pools, step.copies)
             self._experts.copy(step.copies)
@@ -389,40 +447,15 @@ class ModelExecutor:
 
     def _inputs(self, step: EngineStep, shape: StepShape) -> tuple[StepInputs, list[PlacedWork]]:
         """Return the arrays of a step, and where its works lie in them."""
-        config, (pieces, length) = self.config, shape.pieces
-        singles = config.shapes.singles
-        size = config.page_size
-        num_rows = singles + pieces
-        width = num_pages(shape.context_length, size)
-        tokens = np.zeros(singles + pieces * length, np.int32)
-        positions = np.full(len(tokens), -1, np.int32)
-        slots = np.full(len(tokens), config.num_pages * size, np.int32)
-        tables = np.zeros((num_rows, width), np.int32)
-        last, seeds, indices = (np.zeros(num_rows, np.int32) for _ in range(3))
-        limits = no_limits(num_rows, self.model.vocab_size)
-        placed = [PlacedWork(work, row, row) for row, work in enumerate(step.singles)]
-        placed += [
-            PlacedWork(work, singles + number, singles + number * length)
-            for number, work in enumerate(step.pieces)
-        ]
-        wants_top = False
-        numbers = {name: i for i, name in enumerate(self.adapters)}
-        adapters = np.full(len(tokens), -1, np.int32) if numbers else None
-        for work, row, first in placed:
-            end = first + len(work.tokens)
-            where = work.start + np.arange(len(work.tokens))
-            pages = np.asarray(work.pages, np.int32)
-            tokens[first:end], positions[first:end] = work.tokens, where
-            slots[first:end] = pages[where // size] * size + where % size
-            tables[row, : min(len(pages), width)] = pages[:width]
-            last[row], indices[row], seeds[row] = end - 1, work.index, work.sampling.seed
-            set_limits(limits, row, work.sampling)
-            if adapters is not None:
-                adapters[first:end] = numbers.get(work.adapter, -1)
-            wants_top |= work.draws and work.sampling.num_logprobs > 0
-        split = PageTables(slots, tables[:singles], tables[singles:])
-        arrays = (tokens, positions, split, last, seeds, indices, limits, np.bool_(wants_top))
-        return StepInputs(*arrays, adapters), placed
+        return self._arrays.of(
+            step, shape.pieces, shape.context_length, drawn=self._drawn, rows=self._rows
+        )
+
+    def _no_tokens(self) -> Any:
+        """Return what a step reads that follows none, laid out as the tokens of a step."""
+        shapes = self.config.shapes
+        rows = shapes.singles + max((number for number, _ in shapes.pieces), default=0)
+        return self.execution.placement.place(jnp.zeros(rows, jnp.int32), (None,))
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
@@ -447,14 +480,6 @@ class ModelExecutor:
 _EMPTY = EngineStep(singles=(), pieces=())
 
 
-def _embeddings(outputs: StepOutputs, placed: Sequence[PlacedWork]) -> dict[int, np.ndarray]:
-    """Return the hidden states [D] of the last tokens of prompts, of requests that ask for them."""
-    places = {
-        work.id: first + len(work.tokens) - 1
-        for work, _, first in placed
-        if work.draws and not work.index and work.sampling.has_embedding
-    }
-    if not places:
-        return {}
-    hidden = np.asarray(jax.device_get(outputs.hidden), np.float32)
-    return {number: hidden[0, place] for number, place in places.items()}
+def _wants_embedding(work: Work) -> bool:
+    """Return whether the hidden state of the last token of a work is asked for."""
+    return work.draws and not work.index and work.sampling.has_embedding

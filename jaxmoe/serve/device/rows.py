@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from jaxmoe.models.sampling import Limits
 from jaxmoe.serve.device.step import StepOutputs
-from jaxmoe.serve.requests import PromptScore, Result, Sampling
+from jaxmoe.serve.requests import Result, Sampling
 from jaxmoe.serve.step import Work
 
 
@@ -32,29 +33,38 @@ def set_limits(limits: Any, row: int, sampling: Sampling) -> None:
     limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
 
 
-def result_of(
-    outputs: StepOutputs,
-    work: Work,
-    row: int,
-    experts: np.ndarray | None,
-    prompt: tuple[PromptScore, ...] | None = None,
+def asks_for_more(work: Work) -> bool:
+    """Return whether a request asks for more than a token, its log-probability and its prompt's."""
+    sampling = work.sampling
+    return (
+        sampling.num_logprobs > 0
+        or sampling.has_experts
+        or sampling.has_embedding
+        or sampling.grammar is not None
+    )
+
+
+def result_with(
+    result: Result, outputs: StepOutputs, work: Work, row: int, experts: np.ndarray | None
 ) -> Result:
-    """Return what a request has asked for of its row.
+    """Return a result with what else a request has asked for of its row.
 
     Args:
-        outputs: Outputs of the step.
+        result: Token and log-probability.
+        outputs: Outputs of the step, in host memory.
         work: Part of the request.
         row: Its row.
         experts: Experts to return [tokens L K]; None without any.
-        prompt: Scores of tokens of the prompt; None without any.
     """
     number = work.sampling.num_logprobs
-    ids = outputs.top_ids[row, :number]
-    logprobs = outputs.top_logprobs[row, :number]
-    return Result(
-        token=int(outputs.tokens[row]),
-        logprob=float(outputs.logprobs[row]),
-        alternatives=tuple(zip(ids.tolist(), logprobs.tolist(), strict=True)),
+    ids = outputs.top_ids[row, :number].tolist()
+    logprobs = outputs.top_logprobs[row, :number].tolist()
+    embedding = None
+    if work.sampling.has_embedding and not work.index and outputs.last_hidden is not None:
+        embedding = np.asarray(outputs.last_hidden[row], np.float32)
+    return dataclasses.replace(
+        result,
+        alternatives=tuple(zip(ids, logprobs, strict=True)),
         experts=experts,
-        prompt=prompt,
+        embedding=embedding,
     )

@@ -31,7 +31,7 @@ from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.sampling import Limits, choose_each
 from jaxmoe.models.transformer import forward
 from jaxmoe.routing.telemetry.recording import RECORDED, record_router
-from jaxmoe.serve.device.draw import keys_of
+from jaxmoe.serve.device.draw import fill_rows, keys_of
 from jaxmoe.serve.device.layers import stack_layers
 from sharding.sequence_parallel import PageTables
 
@@ -57,6 +57,10 @@ class StepInputs(NamedTuple):
     """Temperatures and filters [N]."""
     wants_top: Any
     """Whether a request wants the most likely tokens; they are 0 otherwise."""
+    drawn: Int[Any, " M"]
+    """Tokens that the step before has drawn; M is the largest N of the executor."""
+    sources: Int[Any, " T"]
+    """Place in them of each token that is taken from there; -1 for the others."""
     adapters: Int[Any, " T"] | None = None
     """Number of the adapter of each token, -1 for none; None where there are no adapters."""
 
@@ -64,8 +68,9 @@ class StepInputs(NamedTuple):
 class StepOutputs(NamedTuple):
     """What a step has computed for each of N = R + P sequences."""
 
-    tokens: Int[Any, " N"]
-    """Next token; meaningless where the last token of the sequence was not among those given."""
+    tokens: Int[Any, " M"]
+    """Next token, 0 behind the N rows; meaningless where the last token of the sequence was not
+    among those given."""
     logprobs: Float[Any, " N"]
     """Log-probability of it under the model, before temperature and filters."""
     top_ids: Int[Any, "N n"]
@@ -78,6 +83,8 @@ class StepOutputs(NamedTuple):
     """Tokens that each expert has got; None for a dense model."""
     logits: Float[Any, "N V"] | None = None
     """Logits that the tokens were drawn from; they stay on the device, see `draw.py`."""
+    last_hidden: Float[Any, "N D"] | None = None
+    """Hidden states of the last tokens behind the final norm; they stay on the device."""
     hidden: Float[Any, "1 T D"] | None = None
     """Hidden states behind the final norm; they stay on the device, see `prompt.py`."""
 
@@ -113,13 +120,16 @@ def make_step(
     ) -> tuple[StepOutputs, Pools]:
         watched = model
         params = stack_layers(params)
+        tokens = jnp.where(
+            inputs.sources >= 0, inputs.drawn[jnp.maximum(inputs.sources, 0)], inputs.tokens
+        )
         if options.has_experts:
             watched = dataclasses.replace(model, moe=record_router(model.moe, len(inputs.tokens)))
         output = forward(
             watched,
             execution,
             params,
-            inputs.tokens[None],
+            tokens[None],
             positions=inputs.positions[None],
             token_mask=inputs.positions[None] >= 0,
             router_state=router_state,
@@ -134,7 +144,8 @@ def make_step(
         rows = hidden[:, inputs.last]
         logits = output_logits(rows, head_weight(params, model), model, execution)
         logits = execution.placement.place(logits, (None, None, None))[0]
-        outputs = _chosen(logits, inputs, options)._replace(hidden=hidden)
+        outputs = _chosen(logits, inputs, options)
+        outputs = outputs._replace(hidden=hidden, last_hidden=rows[0])
         if output.statistics is not None:
             outputs = outputs._replace(load=output.statistics.counts)
         if options.has_experts:
@@ -165,4 +176,5 @@ def _chosen(logits: Array, inputs: StepInputs, options: StepOptions) -> StepOutp
             lambda logprobs: none,
             logprobs,
         )
-    return StepOutputs(tokens, token_logprobs, top[1], top[0], None, None, logits)
+    drawn = fill_rows(tokens, len(inputs.drawn))
+    return StepOutputs(drawn, token_logprobs, top[1], top[0], None, None, logits)

@@ -34,16 +34,21 @@ from jaxmoe.serve.requests import PromptScore
 class Spelled:
     """Counts the characters of tokens, of which a character may need several."""
 
-    def __init__(self):
+    def __init__(self, *, has_text: bool):
+        """Begin to count.
+
+        Args:
+            has_text: Whether text precedes the first token.
+        """
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.has_bytes = False
-        """Whether a token had any."""
+        self.has_text = has_text
+        """Whether text precedes the next token."""
         self.offset = 0
         """Whole characters of all tokens."""
 
     def add(self, token: bytes) -> None:
         """Take the bytes of a token."""
-        self.has_bytes = self.has_bytes or bool(token)
+        self.has_text = self.has_text or bool(token)
         self.offset += len(self._decoder.decode(token))
 
 
@@ -53,8 +58,8 @@ class AnswerChoice:
 
     index: int
     """Number among the answers of the request."""
-    text: str = ""
-    """Text so far."""
+    texts: list[str] = dataclasses.field(default_factory=list)
+    """Parts of the text so far."""
     tokens: list[Generated] = dataclasses.field(default_factory=list)
     """Tokens so far."""
     ended: Ended | None = None
@@ -65,8 +70,13 @@ class AnswerChoice:
     """Whether a part of it was written into a stream."""
     message: MessageStream | None = None
     """Its message, where it is one."""
-    spelled: Spelled = dataclasses.field(default_factory=lambda: Spelled())
+    spelled: Spelled | None = None
     """Text of the tokens whose log-probabilities were written."""
+
+    @property
+    def text(self) -> str:
+        """Text so far."""
+        return "".join(self.texts)
 
 
 def usage(ends: Sequence[Ended], number: int) -> dict[str, Any]:
@@ -117,7 +127,7 @@ class Form(abc.ABC):
             event: Its next event.
         """
         asked = self._asked
-        is_first = not choice.tokens and not choice.text and choice.prompt is None
+        is_first = not choice.tokens and not choice.texts and choice.prompt is None
         text = event.text if asked.has_answer else ""
         tokens = list[Generated]()
         if isinstance(event, Generated):
@@ -130,7 +140,7 @@ class Form(abc.ABC):
         if asked.has_echo and is_first:
             prompt = asked.prompts[choice.index // asked.number]
             text = self._served.codec.decode(np.asarray(prompt, np.int32)) + text
-        choice.text += text
+        choice.texts += [text] if text else []
         choice.tokens += tokens
         return text, tokens
 
@@ -236,18 +246,26 @@ class Form(abc.ABC):
 
         An id that ends the text has none.
         """
-        prompt = self._asked.prompts[choice.index // self._asked.number]
-        has_text = not self._asked.has_echo and self._served.has_text(prompt)
-        is_first = not choice.spelled.has_bytes and not has_text
+        spelled = self._spelling(choice)
         bytes_of_tokens = dict[int, bytes]()
         for token in (generated.token, *(token for token, _ in generated.alternatives)):
             sampling = self._asked.sampling
             is_end = token in sampling.stop_ids and not sampling.has_stop
             bytes_of_tokens[token] = (
-                b"" if is_end else token_bytes(self._served.codec, token, is_first=is_first)
+                b""
+                if is_end
+                else token_bytes(self._served.codec, token, is_first=not spelled.has_text)
             )
-        choice.spelled.add(bytes_of_tokens[generated.token])
+        spelled.add(bytes_of_tokens[generated.token])
         return bytes_of_tokens
+
+    def _spelling(self, choice: AnswerChoice) -> Spelled:
+        """Return the count of the characters of a choice."""
+        if choice.spelled is None:
+            prompt = self._asked.prompts[choice.index // self._asked.number]
+            has_text = not self._asked.has_echo and self._served.has_text(prompt)
+            choice.spelled = Spelled(has_text=has_text)
+        return choice.spelled
 
     @abc.abstractmethod
     def _reason(self, choice: AnswerChoice, ending: Ended) -> str:
@@ -294,7 +312,7 @@ class CompletionForm(Form):
         offsets = []
         echo = self._echo(choice)
         for generated in (*echo, *tokens):
-            offsets.append(choice.spelled.offset)
+            offsets.append(self._spelling(choice).offset)
             names = _distinct(self._bytes(choice, generated))
             texts.append(names[generated.token])
             alternatives.append({names[token]: value for token, value in generated.alternatives})

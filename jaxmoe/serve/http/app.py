@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hmac
-import importlib.resources
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -35,6 +34,7 @@ from jaxmoe.serve.http.answered import AnswerChoice, ChatForm, CompletionForm, F
 from jaxmoe.serve.http.asked import Asked, read_chat, read_completion, read_embedding
 from jaxmoe.serve.http.embeddings import embed
 from jaxmoe.serve.http.errors import HTTPError
+from jaxmoe.serve.http.page import whole_page
 from jaxmoe.serve.http.prometheus import prometheus_text
 from jaxmoe.serve.http.response_events import ResponseStream
 from jaxmoe.serve.http.responses import read_response
@@ -334,8 +334,8 @@ class Endpoint:
 
     async def _page(self, request: Any) -> Any:
         del request
-        page = importlib.resources.files("jaxmoe.serve.http").joinpath("page.html")
-        return self._responses.HTMLResponse(page.read_text(encoding="utf-8"))
+        page, policy = whole_page()
+        return self._responses.HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     async def _unknown(self, request: Any, error: Any) -> Any:
         path = request.url.path

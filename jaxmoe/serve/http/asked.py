@@ -315,7 +315,7 @@ def _read_request(
             "adapter": adapter,
             "session": fields.text("user"),
             "salt": fields.text("cache_salt"),
-            "priority": fields.integer("priority", 0, -1000, 1000),
+            "priority": _priority(fields, served),
         },
     )
 
@@ -401,6 +401,23 @@ def _min_tokens(fields: BodyFields, names: tuple[str, ...], limit: int) -> int:
     if limits and least > limits[0]:
         raise wrong("min_tokens", f"={least} exceeds {limits[0]}, the most tokens of the answer")
     return min(least, limit)
+
+
+def _priority(fields: BodyFields, served: Served) -> int:
+    """Return the priority of a request.
+
+    Raises:
+        HTTPError: It would go before those of others, and the server does not know who asks.
+    """
+    priority = fields.integer("priority", 0, -1000, 1000)
+    if priority > 0 and not served.takes_priority:
+        raise wrong(
+            "priority",
+            f"={priority} would go before the requests of others, and this server lets anyone ask:"
+            " start it with a key (JAXMOE_API_KEY) or with --has_priority True",
+            "unsupported_field",
+        )
+    return priority
 
 
 def _seed(fields: BodyFields) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.source import token_bytes
-from jaxmoe.generation.text import TextCodec
+from jaxmoe.generation.text_stream import TextCodec
 from jaxmoe.optional import require
 from jaxmoe.serve.http.tools.call import CallSpelling
 

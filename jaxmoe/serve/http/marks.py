@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmoe.data.source import token_bytes
 from jaxmoe.data.tokenizer import Tokenizer
-from jaxmoe.generation.text import TextCodec
+from jaxmoe.generation.text_stream import TextCodec
 
 
 class MarkedCodec:

@@ -49,7 +49,8 @@ class ResponseStream:
         self._message = MessageStream(request.message)
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._text = ""
+        self._texts: list[str] = []
+        """Parts of the text of the item that grows."""
         self._call: int | None = None
         self._is_open = False
         self._head = {
@@ -133,7 +134,7 @@ class ResponseStream:
                 events += self._close("completed")
                 events += self._open(kind, part)
             if text := part.content or part.reasoning or part.arguments:
-                self._text += text
+                self._texts.append(text)
                 events.append(self._text_event("delta", delta=text))
         return events
 
@@ -149,7 +150,7 @@ class ResponseStream:
         else:
             item |= {"call_id": part.id, "name": part.name, "arguments": ""}
         self._items.append(item)
-        self._text = ""
+        self._texts = []
         self._call = part.call
         self._is_open = True
         yield self._item_event("added")
@@ -161,22 +162,24 @@ class ResponseStream:
         if not self._is_open:
             return
         item = self._items[-1]
+        text = "".join(self._texts)
         is_call = item["type"] == "function_call"
         if is_call:
-            yield self._text_event("done", arguments=self._text, name=item["name"])
+            yield self._text_event("done", arguments=text, name=item["name"])
         else:
-            yield self._text_event("done", text=self._text)
+            yield self._text_event("done", text=text)
             yield self._part_event("done")
-        content = {"arguments": self._text} if is_call else {"content": [self._part()]}
+        content = {"arguments": text} if is_call else {"content": [self._part()]}
         self._items[-1] = item | content | {"status": status}
         self._is_open = False
         yield self._item_event("done")
 
     def _part(self) -> dict[str, Any]:
         """Return the text of the item that grows."""
+        text = "".join(self._texts)
         if self._items[-1]["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _part_event(self, step: str) -> Event:
         fields = {"item_id": self._items[-1]["id"], "content_index": 0, "part": self._part()}

@@ -21,7 +21,7 @@ from jaxmoe.data.chat import (
 )
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.generation.chat import answer_ends
-from jaxmoe.generation.text import TextCodec, context_of
+from jaxmoe.generation.text_stream import TextCodec, context_of
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.grammars import Grammars
@@ -180,6 +180,8 @@ class Served:
     """How the reasoning of answers is told from their content."""
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Values of fields of the sampling that a request leaves out; see `sampling_defaults`."""
+    takes_priority: bool = False
+    """Whether a request may go before others: where all who may ask are known."""
     max_logprobs: int = 0
     """Most likely tokens whose log-probabilities may be asked for."""
     has_experts: bool = False

@@ -5,16 +5,19 @@
 A connection without a whole header within `header_seconds` is closed, and so is one whose client
 reads nothing for `stalled_seconds`. Of more than `connections` the one that has waited longest for
 a request is closed; where all of them are being answered, a few more are taken for /health alone.
-Errors of accepting are told once a minute.
+Errors of accepting are told once a minute. Before the server begins, `StartingPort` answers 503.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import resource
+import socket
+import threading
 import time
 from typing import Any
 
@@ -32,6 +35,13 @@ _LEAST = 8
 _EVERY = 60.0
 """Connections at least, and seconds between two lines of one kind."""
 _HEALTH = "/health"
+_RETRY = 5
+"""Seconds after which a client may ask a server again that is starting."""
+_PATIENCE = 0.2
+"""Seconds to wait for a connection, or for what it sends, before the server begins."""
+_PART = 2**16
+_PARTS = 32
+"""Bytes that are read together, and how often, of a request that is refused."""
 
 
 def make_server(endpoint: Endpoint, *, log_level: str = "warning") -> Any:
@@ -59,6 +69,62 @@ def make_server(endpoint: Endpoint, *, log_level: str = "warning") -> Any:
     )
     server.capture_signals = contextlib.nullcontext  # the caller drains first
     return server
+
+
+class StartingPort:
+    """Answers every request at a socket with 503, until the block ends and a server takes over.
+
+        with StartingPort(listening):
+            ...                                 # read the model, compile
+
+    Connections that come between the two wait for the server.
+    """
+
+    def __init__(self, listening: socket.socket):
+        """Prepare the answer.
+
+        Args:
+            listening: Socket that listens.
+        """
+        error = HTTPError(
+            503, "the server is starting: ask again", code="starting", retry_after=_RETRY
+        )
+        body = json.dumps(error.body).encode()
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nRetry-After: {_RETRY}\r\nConnection: close\r\n\r\n"
+        )
+        self._answer = head.encode() + body
+        self._listening = listening
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="jaxmoe-starting", daemon=True)
+
+    def __enter__(self) -> StartingPort:
+        self._listening.settimeout(_PATIENCE)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._listening.settimeout(None)
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            with contextlib.suppress(OSError):  # TimeoutError among them
+                connection, _ = self._listening.accept()
+                with connection, contextlib.suppress(OSError):
+                    self._refuse(connection)
+
+    def _refuse(self, connection: socket.socket) -> None:
+        """Answer one request, and read what is left of it, so that the answer is not lost."""
+        connection.settimeout(_PATIENCE)
+        connection.recv(_PART)
+        connection.sendall(self._answer)
+        connection.shutdown(socket.SHUT_WR)
+        for _ in range(_PARTS):
+            if not connection.recv(_PART):
+                return
 
 
 def close_connections(server: Any) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 from collections.abc import AsyncIterator
 
 from jaxmoe.serve.answers import AnswerEvent, Ended
@@ -35,29 +33,25 @@ class Answers:
         self._streams: list[AnswerStream] = []
         self._first: tuple[int, AnswerEvent] | None = None
         self._open = completion.number * len(completion.prompts)
+        if self._open > engine.most_waiting:
+            raise HTTPError(
+                400,
+                f"{len(completion.prompts)} prompts with n={completion.number} are {self._open}"
+                f" answers, and at most {engine.most_waiting} may wait at this server: ask for"
+                " fewer, or start it with --engine.max_waiting",
+                param="n",
+            )
         try:
-            for prompt in completion.prompts:
-                self._submit(engine, completion, prompt)
-        except ValueError as error:
-            self.cancel()
-            raise HTTPError(400, str(error)) from error
-
-    def _submit(self, engine: Engine, completion: Asked, prompt: tuple[int, ...]) -> None:
-        """Submit one prompt; its other answers wait for the first, to share its pages."""
-        leader: AnswerStream | None = None
-        for number in range(completion.number):
-            seed = completion.sampling.seed + number
-            sampling = dataclasses.replace(completion.sampling, seed=seed)
-            stream = engine.submit(
-                prompt,
-                sampling,
+            self._streams = engine.submit_all(
+                completion.prompts,
+                completion.sampling,
+                completion.number,
                 stop=completion.stop,
-                after=leader,
-                on_event=functools.partial(self._put, len(self._streams)),
+                on_event=self._put,
                 **completion.given,
             )
-            leader = leader or stream
-            self._streams.append(stream)
+        except ValueError as error:
+            raise HTTPError(400, str(error)) from error
 
     async def begin(self) -> None:
         """Wait for the first event.

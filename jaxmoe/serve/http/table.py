@@ -75,7 +75,8 @@ FIELDS: tuple[RequestField, ...] = (
         " and `reasoning_content` go to the template",
         tools="up to 128 functions, which the chat template writes; calls of them are parsed into"
         " `message.tool_calls`",
-        tool_choice="`none` leaves the tools out of the prompt, `auto`; `required` and a named"
+        tool_choice="`none` leaves the tools out of the prompt, `auto`, `allowed_tools`; `required`"
+        " and a named"
         " function follow a grammar of calls",
         parallel_tool_calls="false takes one call of an answer, the first",
         include_reasoning="false leaves `reasoning_content` out",
@@ -120,7 +121,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_honour(
         BOTH,
         user="names the session of the request, for policies",
-        priority="larger numbers are served first",
+        priority="larger numbers are served first; above 0 with a key or `--has_priority True`",
         cache_salt="requests share pages with those of the same salt alone",
         return_token_ids="a choice has `token_ids`, and `prompt_token_ids` (in a stream with its"
         " first chunk)",

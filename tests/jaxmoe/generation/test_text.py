@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of models that are not causal, and what a stream holds back."""
+"""Texts of models that are not causal."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,7 @@ import pytest
 
 from jaxmoe import init_params
 from jaxmoe.contrib.diffusion.diffuse import diffuse
-from jaxmoe.generation.text import (
-    GenerationConfig,
-    LoadedModel,
-    certain_length,
-    continue_texts,
-    first_stop,
-)
+from jaxmoe.generation.text import GenerationConfig, LoadedModel, continue_texts
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.models.sampling import SamplingConfig
 
@@ -66,23 +60,3 @@ def test_masked_diffusion_fills_in_after_prompts_of_one_length():
     likely = GenerationConfig(length=3, sampling=SamplingConfig(temperature=0.0), seed=5)
     two = [continue_texts(loaded, Numbers(), prompts, one) for one in (first, likely)]
     assert two[0] == two[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "certain"),
-    [
-        ("abc", (), 3),
-        ("abc\ufffd\ufffd", (), 3),
-        ("abcEN", ("END",), 3),
-        ("abcE", ("END", "cEf"), 2),
-        ("abcx", ("END",), 4),
-        ("aaa", ("aab",), 1),
-    ],
-)
-def test_text_that_may_change_or_begin_a_stop_string_is_held_back(text, stop, certain):
-    assert certain_length(text, stop) == certain
-
-
-def test_the_earliest_stop_string_ends_a_text():
-    assert first_stop("one two", ("two", "e t", "none")) == 2
-    assert first_stop("one", ()) == 3

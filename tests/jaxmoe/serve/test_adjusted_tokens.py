@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.generation.text_stream import TextStream
 from jaxmoe.serve import Sampling
-from jaxmoe.serve.answers import TextStream
 from jaxmoe.serve.device import draw
 from jaxmoe.serve.step import Work
 from tests.support.endpoint import Text

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmoe.data import TextOnlyConfig
 from jaxmoe.data.tokenizer import FileConfig
-from jaxmoe.serve.answers import TextStream
+from jaxmoe.generation.text_stream import TextStream
 from tests.support.endpoint import Text
 from tests.support.sentencepiece_tokenizers import write_sentencepiece
 

@@ -103,15 +103,23 @@ def test_cancelled_refused_and_failed_streams_end_once():
     assert ended.reason == "refused" and "draining" in ended.message
 
 
-def test_a_failed_step_ends_all_streams_and_the_engine_goes_on():
+@pytest.mark.parametrize("method", ["launch", "collect"])
+def test_a_failed_step_ends_all_streams_and_the_engine_goes_on(method):
     class Failing(Smaller):
         """Fails in its third step."""
 
-        def run(self, step):
-            object.__setattr__(self, "steps", getattr(self, "steps", 0) + 1)
-            if self.steps == 3:
+        def _count(self, name):
+            object.__setattr__(self, "steps", getattr(self, "steps", 0) + (name == method))
+            if self.steps == 3 and name == method:
                 raise RuntimeError("device lost")
-            return Smaller.run(self, step)
+
+        def launch(self, step):
+            self._count("launch")
+            return Smaller.launch(self, step)
+
+        def collect(self, launched):
+            self._count("collect")
+            return Smaller.collect(self, launched)
 
     asked = Sampling(max_tokens=9)
     with Engine(Failing()) as engine:
@@ -127,7 +135,7 @@ def test_an_engine_that_fails_itself_ends_all_streams():
     class Broken(Smaller):
         """Does not even begin again."""
 
-        def run(self, step):
+        def launch(self, step):
             raise RuntimeError("device lost")
 
         def reset(self):

@@ -57,7 +57,11 @@ def made(drawn):
             Request(
                 id=number,
                 prompt=prompt,
-                sampling=Sampling(max_tokens=tokens, stop_ids=(5,)),
+                sampling=Sampling(
+                    max_tokens=tokens,
+                    stop_ids=(5,),
+                    presence_penalty=1.0 if salt and number % 2 else 0.0,
+                ),
                 priority=priority,
                 salt=salt,
             ),
@@ -75,10 +79,14 @@ def made(drawn):
     shapes=st.sampled_from([None, Shapes(singles=4, pieces=((1, 5), (3, 2)))]),
     cancels=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=4),
     has_sharing=st.booleans(),
+    steps_ahead=st.integers(0, 1),
+    stop=st.sampled_from([None, 3]),
 )
 def test_every_answer_is_the_same_as_alone_and_every_stream_ends_once(
-    drawn, pages, victim, name, shapes, cancels, has_sharing
+    drawn, pages, victim, name, shapes, cancels, has_sharing, steps_ahead, stop
 ):
+    """Also where a step starts before the one before is known; `stop` ends an answer by its text,
+    and some requests have penalties, behind whose steps nothing starts."""
     facts = Facts(
         num_pages=pages,
         page_size=4,
@@ -86,22 +94,75 @@ def test_every_answer_is_the_same_as_alone_and_every_stream_ends_once(
         max_length=LENGTH,
         victim=victim,
         shapes=shapes,
+        steps_ahead=steps_ahead,
     )
     requests = made(drawn)
     instance = Instance(facts, name, has_sharing=has_sharing)
     policy = BATCHING[name](budget=9).build(facts)
     streams, _ = serve(
-        instance, policy, requests, during=lambda time: (i for t, i in cancels if t == time)
+        instance,
+        policy,
+        requests,
+        during=lambda time: (i for t, i in cancels if t == time),
+        stop=lambda token: token.result.token == stop,
     )
     assert set(streams.ends) == {request.id for _, request in requests}
     for _, request in requests:
         expected, written = answer(request, LENGTH), streams.tokens.get(request.id, [])
+        if stop in expected:
+            expected = expected[: expected.index(stop) + 1]
         if streams.ends[request.id].reason == "cancelled":
             assert written == expected[: len(written)]
         else:
             assert written == expected
-            reason = "stop" if written[-1] == 5 else "length"
+            is_last = len(request.prompt) + len(written) == LENGTH
+            is_last = is_last or len(written) == request.sampling.max_tokens
+            reason = "length" if written[-1] != 5 and is_last else "stop"
             assert streams.ends[request.id].reason == reason
+
+
+def test_a_step_starts_before_the_one_before_is_known():
+    """Its tokens are pending; one is thrown away where the answer has ended before it."""
+    facts = small(steps_ahead=1)
+    instance, policy, executor = begun(facts, range(3), tokens=9)
+    steps = [step_of(instance, policy, executor, float(now)) for now in range(2)]
+    assert [step.is_foreseen for step, _ in steps] == [True, True] and not instance.may_start
+    assert [[work.tokens for work in step.works] for step, _ in steps] == [[(0, 1, 2)], [(-1,)]]
+    (sequence,) = instance.queues.sequences.values()
+    assert sequence.num_pending == 2 and sequence.computed == 4
+    (token,) = instance.apply(*steps[0], 2.0)
+    assert [*sequence.tokens] == [0, 1, 2, token.result.token, -1] and instance.may_start
+    third, results = step_of(instance, policy, executor, 2.0)
+    (end,) = instance.stop(0)
+    assert end.reason == "stop" and sequence.num_written == 1
+    assert instance.apply(*steps[1], 3.0) == instance.apply(third, results, 4.0) == ()
+    assert instance.is_idle and instance.pool.num_free == facts.num_pages
+    assert executor.drawn.keys() == {0}
+
+
+def test_no_step_computes_beyond_the_last_token_of_an_answer():
+    """The length of an answer is known before its tokens."""
+    instance, policy, executor = begun(small(steps_ahead=1), range(3), tokens=2)
+    first, second = (step_of(instance, policy, executor, float(now)) for now in range(2))
+    assert [*instance.apply(*first, 2.0)] and instance.may_start
+    assert not instance.next_steps(policy, 2.0)[1]
+    assert [type(event) for event in instance.apply(*second, 3.0)][-1] is End
+    assert instance.num_computed == 4
+
+
+def test_nothing_starts_behind_a_step_whose_tokens_decide_how_the_next_are_drawn():
+    facts = small(steps_ahead=1)
+    instance, policy, executor = begun(facts, range(3), tokens=9)
+    sampling = Sampling(max_tokens=9, frequency_penalty=1.0)
+    step, results = step_of(instance, policy, executor)
+    instance.submit(Request(id=1, prompt=(1, 2), sampling=sampling), 1.0)
+    penal, drawn = step_of(instance, policy, executor, 1.0)
+    assert not penal.is_foreseen and [*penal.pieces[0].history] == [1, 2]
+    instance.apply(step, results, 2.0)
+    assert not instance.may_start
+    instance.apply(penal, drawn, 3.0)
+    step, _ = step_of(instance, policy, executor, 3.0)
+    assert all(-1 not in work.tokens for work in step.works) and not instance.may_start
 
 
 def small(**changes):

@@ -44,7 +44,7 @@ SHAPES = (
 )
 
 
-def check_served(drawn, sizes, policy, *, has_sharing):
+def check_served(drawn, sizes, policy, *, has_sharing, steps_ahead=1):
     rng = np.random.default_rng(len(drawn))
     common = rng.integers(0, VOCAB, 9).tolist()
     given, arrivals, cancels, priorities = {}, {}, {}, {}
@@ -63,6 +63,7 @@ def check_served(drawn, sizes, policy, *, has_sharing):
         sizes=sizes,
         policy=policy,
         has_sharing=has_sharing,
+        steps_ahead=steps_ahead,
     )
     check_answers(given, found.answers)
     for id_, (prompt, sampling) in given.items():
@@ -88,7 +89,9 @@ def test_tokens_do_not_depend_on_other_requests(drawn, pages, shapes, has_sharin
 def test_tokens_do_not_depend_on_policies_and_sizes(drawn, pages, shapes, data):
     policies = [SplitFuseConfig(budget=budget) for budget in (2, 8)] + [PrefillFirstConfig()]
     policy, has_sharing = data.draw(st.sampled_from(policies)), data.draw(st.booleans())
-    check_served(drawn, Smaller(pages, shapes), policy, has_sharing=has_sharing)
+    ahead = data.draw(st.integers(0, 1))
+    sizes = Smaller(pages, shapes)
+    check_served(drawn, sizes, policy, has_sharing=has_sharing, steps_ahead=ahead)
 
 
 BUSY = [(True, 5, (8, 1.0, id_), id_, None, 0) for id_ in range(6)]

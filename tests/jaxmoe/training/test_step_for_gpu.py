@@ -140,7 +140,8 @@ def test_a_step_of_serving(choice):
 
     tables = PageTables(ids(tokens), ids(singles, width), ids(pieces, width))
     given = (ids(tokens), ids(tokens), tables, ids(rows), ids(rows), ids(rows))
-    inputs = StepInputs(*given, no_limits(rows, MODEL.vocab_size), np.bool_(False))
+    limits = no_limits(rows, MODEL.vocab_size)
+    inputs = StepInputs(*given, limits, np.bool_(False), drawn=ids(rows), sources=ids(tokens))
     step = make_step(MODEL, execution, StepOptions())
     text = lowered(step, params_of(), None, pools, inputs)
     assert has_kernels(text) == (choice != "xla")

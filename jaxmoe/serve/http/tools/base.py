@@ -93,6 +93,8 @@ class CallStream:
         self._spans = dict[int, JsonSpan]()
         self._space = ""
         self._is_blank = True
+        self._is_open = False
+        """Whether the text begins with an opening, and more of it is waited for."""
         self._count = 0
 
     def add(self, text: str) -> list[MessagePart]:
@@ -113,7 +115,7 @@ class CallStream:
 
     def _advance(self, *, is_whole: bool) -> Iterator[MessagePart]:
         while self._text:
-            place = self._opening(is_whole=is_whole)
+            place = 0 if self._is_open else self._opening(is_whole=is_whole)
             yield from self._content(self._text[:place])
             self._forget(place)
             if not self._text:
@@ -122,6 +124,8 @@ class CallStream:
             try:
                 calls = self._parser.read(reader, self._names)
             except Incomplete:
+                openings = (*self._parser.openings, *self._parser.blank_openings)
+                self._is_open = self._text.startswith(openings)
                 return
             except NoCall:
                 yield from self._content(self._text[0])
@@ -149,6 +153,7 @@ class CallStream:
     def _forget(self, count: int) -> None:
         """Leave out the first characters of the text."""
         if count:
+            self._is_open = False
             self._text = self._text[count:]
             self._spans.clear()
 

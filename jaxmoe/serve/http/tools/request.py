@@ -15,7 +15,10 @@ from jaxmoe.serve.http.fields import BodyFields
 
 _MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_CHOICES = "none, auto, required, or {'type': 'function', 'function': {'name': NAME}}"
+_CHOICES = (
+    "none, auto, required, {'type': 'function', 'function': {'name': NAME}}, or {'type':"
+    " 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +29,9 @@ class Tools:
     """The functions, as the request describes them."""
     choice: Literal["none", "auto", "required", "named"]
     """Whether an answer calls them: never, as it likes, always, or one of them once."""
-    function: str = ""
-    """Function that is called, with `named`."""
+    allowed: tuple[str, ...] = ()
+    """Functions that may be called, with `named` one; all of them when empty. The prompt describes
+    the others too, so that it stays as it is while the choice changes."""
     is_parallel: bool = True
     """Whether an answer may call several."""
 
@@ -39,8 +43,7 @@ class Tools:
     @property
     def names(self) -> tuple[str, ...]:
         """Functions that an answer may call."""
-        names = tuple(tool["function"]["name"] for tool in self.value)
-        return (self.function,) if self.choice == "named" else names
+        return self.allowed or tuple(tool["function"]["name"] for tool in self.value)
 
     @property
     def text(self) -> str:
@@ -88,15 +91,14 @@ def read_tools(fields: BodyFields) -> Tools | None:
         if choice not in (None, "none", "auto"):
             raise wrong("tool_choice", f"={choice!r} asks for a call, and the request has no tools")
         return None
-    kind, function = _read_choice("auto" if choice is None else choice)
-    if kind == "named" and function not in places:
-        raise _wrong(
-            "tool_choice.function.name",
-            f"={function!r} is none of the tools: {', '.join(map(repr, places))}",
-        )
+    kind, allowed = _read_choice("auto" if choice is None else choice)
+    for path, name in allowed.items():
+        if name not in places:
+            raise _wrong(path, f"={name!r} is none of the tools: {', '.join(map(repr, places))}")
     if kind == "none":
         return None
-    return Tools(value=tuple(tools), choice=kind, function=function, is_parallel=is_parallel)
+    names = tuple(dict.fromkeys(allowed.values()))
+    return Tools(value=tuple(tools), choice=kind, allowed=names, is_parallel=is_parallel)
 
 
 def _check_tool(tool: Any, path: str) -> str:
@@ -128,17 +130,41 @@ def _check_tool(tool: Any, path: str) -> str:
     return name
 
 
-def _read_choice(choice: Any) -> tuple[Literal["none", "auto", "required", "named"], str]:
-    """Return the kind of a choice, and the name of the function."""
+def _read_choice(
+    choice: Any,
+) -> tuple[Literal["none", "auto", "required", "named"], dict[str, str]]:
+    """Return the kind of a choice, and the names of the functions that it allows by their paths."""
     if choice == "none" or choice == "auto" or choice == "required":
-        return choice, ""
+        return choice, {}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return _read_allowed(choice.get("allowed_tools"))
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         raise wrong("tool_choice", f"={repr(choice)[:60]} must be {_CHOICES}")
     if not isinstance(name, str):
         raise _wrong("tool_choice.function.name", " must be the name of one of the tools")
-    return "named", name
+    return "named", {"tool_choice.function.name": name}
+
+
+def _read_allowed(allowed: Any) -> tuple[Literal["auto", "required"], dict[str, str]]:
+    """Return the mode of `allowed_tools`, and the names of its functions by their paths."""
+    path = "tool_choice.allowed_tools"
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required"):
+        raise _wrong(f"{path}.mode", f"={repr(mode)[:60]} must be auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise _wrong(f"{path}.tools", " must be a list of functions, at least one of them")
+    names = dict[str, str]()
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        place = f"{path}.tools[{number}].function.name"
+        if not isinstance(name, str):
+            raise _wrong(place, " must be the name of one of the tools")
+        names[place] = name
+    return mode, names
 
 
 def _wrong(path: str, message: str) -> HTTPError:

@@ -186,15 +186,17 @@ def read(stream):
     return [one.token for one in tokens], ended
 
 
-def engine_of(dispatch, workers=None):
-    workers = workers or [PageWorker(SMALL) for _ in range(2)]
+def engine_of(dispatch, workers=None, steps_ahead=0):
+    facts = dataclasses.replace(SMALL, steps_ahead=steps_ahead)
+    workers = workers or [PageWorker(facts) for _ in range(2)]
     return FleetEngine(workers, fleet=FleetConfig(dispatch=DISPATCHES[dispatch]))
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_an_engine_of_two_instances_answers_as_one_alone(dispatch):
+def test_an_engine_of_two_instances_answers_as_one_alone(dispatch, steps_ahead):
     given = asked()
-    with engine_of(dispatch) as engine:
+    with engine_of(dispatch, steps_ahead=steps_ahead) as engine:
         streams = {id_: engine.submit(one.prompt, one.sampling) for id_, one in given.items()}
         late = engine.submit((1, 2, 3), Sampling(max_tokens=30))
         late.cancel()

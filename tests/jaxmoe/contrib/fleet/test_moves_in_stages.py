@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tests.support.fleets import Rig, ScriptedConfig
 from tests.support.page_executor import answer
 
 FACTS = Facts(num_pages=14, page_size=4, max_running=4, max_length=40)
+AHEAD = dataclasses.replace(FACTS, steps_ahead=1)
 REQUESTS = [
     (0.0, Request(id=id_, prompt=tuple(range(id_, id_ + 6)), sampling=Sampling(max_tokens=17)))
     for id_ in range(2)
@@ -29,6 +32,19 @@ def migrating(at: float = 3.0, **options) -> Rig:
 def check_tokens(rig, requests=REQUESTS):
     assert rig.streams.tokens == {one.id: answer(one, 40) for _, one in requests}
     assert {end.reason for end in rig.streams.ends.values()} == {"length"}
+
+
+@pytest.mark.parametrize("at", PLACES)
+def test_a_move_waits_for_the_steps_that_are_under_way(at):
+    """Where a step starts before the one before is known: then the sequence is in two of them."""
+    rig = Rig(AHEAD, ScriptedConfig(moves={float(at): Move(0, 0, 1)})).serve(REQUESTS)
+    check_tokens(rig)
+    assert (rig.fleet.num_moves, rig.fleet.num_aborted) == (1, 0)
+    assert rig.fleet.most_paused <= 1
+    given = [(0.0, Request(id=0, prompt=tuple(range(at)), sampling=Sampling(max_tokens=9)))]
+    rig = Rig(AHEAD, ScriptedConfig(decode=1)).serve(given)
+    check_tokens(rig, given)
+    assert {number for number, plan in rig.plans if plan.singles} == {1}
 
 
 @pytest.mark.parametrize("at", PLACES)
@@ -185,10 +201,11 @@ def test_a_prompt_that_is_half_computed_moves(policy):
     assert rig.fleet.instances[0].queues.moved_away == 1
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_moves_ends_and_cancels_lose_nothing(seed):
+def test_random_moves_ends_and_cancels_lose_nothing(seed, steps_ahead):
     rng = np.random.default_rng(seed)
-    facts = Facts(num_pages=16, page_size=4, max_running=3, max_length=40)
+    facts = Facts(num_pages=16, page_size=4, max_running=3, max_length=40, steps_ahead=steps_ahead)
     given = [
         (
             float(rng.integers(12)),

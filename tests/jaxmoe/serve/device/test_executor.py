@@ -6,20 +6,24 @@ import dataclasses
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from jaxmoe.layers.mixers import MambaConfig, SharedKeysConfig
 from jaxmoe.models.config import ModelConfig, MoEConfig
+from jaxmoe.models.transformer import forward
 from jaxmoe.routing import CapacityConfig, UniformRandomConfig
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.layers import apart, stack_layers
 from jaxmoe.serve.device.pages import page_bytes, why_not_served
 from jaxmoe.serve.device.transfers import make_transfers
+from jaxmoe.serve.requests import Sampling
+from jaxmoe.serve.step import EngineStep, Work
 from sharding import MeshConfig, make_mesh
-from tests.support.serving import MODEL, SIZES, executor, params
+from tests.support.serving import MODEL, SIZES, executor, params, serve
 
 
 def test_programs_are_compiled_at_the_start_and_copy_no_pages_and_no_experts():
@@ -134,3 +138,33 @@ def test_pages_are_copied_and_held_in_host_memory():
     found = move.from_host(found, other, held)
     wanted[:, other] = held["a"]
     np.testing.assert_array_equal(found["a"], wanted)
+
+
+def test_serving_compiles_nothing_also_after_a_reset():
+    """A step reads the tokens of the one before, of any shape, or of none."""
+    found = executor()
+    requests = {
+        0: ((1, 2, 3, 4, 5, 6, 7), Sampling(max_tokens=6, temperature=0.0)),
+        1: ((2, 3), Sampling(max_tokens=6, temperature=0.0, presence_penalty=1.0)),
+    }
+    sizes = []
+    for _ in range(3):
+        found.reset()
+        serve(requests, {0: 0, 1: 3})
+        sizes.append(found._step._cache_size())
+    assert sizes[0] == sizes[1] == sizes[2] <= len(found.programs)
+
+
+def test_embeddings_fetch_the_rows_of_last_tokens_alone():
+    launched = executor().launch(
+        EngineStep(
+            singles=(),
+            pieces=(Work(0, (1, 2, 3), 0, (0,), True, 0, Sampling(has_embedding=True)),),
+        )
+    )
+    arrays = launched.outputs
+    assert arrays.hidden is None and arrays.logits is None
+    assert arrays.last_hidden.shape == (SIZES.shapes.singles + 2, MODEL.embed_dim)
+    result = executor().collect(launched)[0]
+    whole = forward(MODEL, ExecutionConfig(), params(), jnp.array([[1, 2, 3]])).hidden
+    np.testing.assert_allclose(result.embedding, whole[0, -1], rtol=1e-4, atol=1e-5)

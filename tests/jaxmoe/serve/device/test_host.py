@@ -22,9 +22,9 @@ class Logged(Smaller):
 
     steps = []
 
-    def run(self, step):
+    def launch(self, step):
         self.steps.append(step)
-        return Smaller.run(self, step)
+        return Smaller.launch(self, step)
 
 
 def swapped(retention):

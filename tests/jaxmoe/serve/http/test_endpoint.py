@@ -193,7 +193,7 @@ def test_text_that_is_no_text_ends_no_server(address):
 
 def test_what_no_route_expects_is_an_error_object(monkeypatch):
     with serving() as (address, endpoint, _):
-        monkeypatch.setattr(endpoint._served.engine, "submit", None)
+        monkeypatch.setattr(endpoint._served.engine, "submit_all", None)
         found = httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
         error = found.json()["error"]
         assert (found.status_code, error["type"], error["code"]) == (

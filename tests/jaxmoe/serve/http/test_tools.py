@@ -16,11 +16,13 @@ from jaxmoe.data import TextOnlyConfig
 from jaxmoe.data.chat.tokenizer_template import TokenizerTemplate
 from jaxmoe.data.tokenizer import ByteTokenizer
 from jaxmoe.serve.device.matchers import Matchers
+from jaxmoe.serve.http.fields import BodyFields
 from jaxmoe.serve.http.grammars import Grammars
 from jaxmoe.serve.http.marks import MarkedCodec, with_marks
 from jaxmoe.serve.http.reasoning import ThinkTagsConfig
 from jaxmoe.serve.http.served import ChatFormat
 from jaxmoe.serve.http.tools import TOOL_PARSERS
+from jaxmoe.serve.http.tools.request import read_tools
 from jaxmoe.serve.requests import Result
 from tests.support.endpoint import Speller, serving
 
@@ -202,6 +204,11 @@ def _call(**fields):
     return [*TALK, {"role": "assistant", "tool_calls": [call]}]
 
 
+def _allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -223,6 +230,12 @@ def _call(**fields):
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name='g' is none of the tools: 'add', 'find'",
         ),
+        (
+            {"tools": TOOLS, "tool_choice": _allowed("auto", "find", "g")},
+            "tool_choice.allowed_tools.tools[1].function.name='g' is none of the tools: 'add'",
+        ),
+        ({"tools": TOOLS, "tool_choice": _allowed("any", "find")}, "mode='any' must be auto or"),
+        ({"tools": TOOLS, "tool_choice": _allowed("auto")}, "must be a list of functions, at"),
         ({"tool_choice": "required"}, "the request has no tools"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls=1 must be true or false"),
         ({"tools": TOOLS, "tool_choice": "required"}, "this server makes none"),
@@ -317,6 +330,13 @@ def _check_arguments(name, text):
         assert value.keys() == {"t"} and re.fullmatch("[x-z]{1,3}", value["t"])
 
 
+def test_allowed_tools_may_be_called_and_all_are_described():
+    body = {"tools": TOOLS, "tool_choice": _allowed("auto", "find", "find")}
+    tools = read_tools(BodyFields(body, body))
+    assert tools.names == ("find",) and not tools.is_required
+    assert [tool["function"]["name"] for tool in json.loads(tools.text)] == ["add", "find"]
+
+
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_a_required_call_is_one_and_fits_its_schema(name):
     """Whole and as a stream, of a model that would write anything."""
@@ -329,6 +349,7 @@ def test_a_required_call_is_one_and_fits_its_schema(name):
             {"tool_choice": "required", "parallel_tool_calls": False},
             {"tool_choice": "required"},
             {"tool_choice": named},
+            {"tool_choice": _allowed("required", "find"), "parallel_tool_calls": False},
         ):
             body = BODY | {"tools": TOOLS, "seed": 3, "temperature": 1.5, "stop": None} | fields
             choice = client.chat.completions.create(**body).choices[0]
@@ -336,11 +357,7 @@ def test_a_required_call_is_one_and_fits_its_schema(name):
             assert choice.finish_reason == "tool_calls" and choice.message.content is None
             assert call.function.name in ("add", "find")
             _check_arguments(call.function.name, call.function.arguments)
-            assert (
-                "parallel_tool_calls" in fields
-                or fields["tool_choice"] == "required"
-                or (call.function.name == "find")
-            )
+            assert fields["tool_choice"] == "required" or call.function.name == "find"
             stream = client.chat.completions.create(**body, stream=True)
             content, ((_, called, text),), reason = _joined(stream)
             assert (content, reason) == ("", "tool_calls")
