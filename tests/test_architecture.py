@@ -131,6 +131,8 @@ REGISTRIES = {
         "shared_store",
     },
     "jaxmoe.checkpoint.huggingface.family:FAMILIES": {
+        "longcat_flash",
+        "mimo_v2_flash",
         "olmoe",
         "mixtral",
         "qwen3_moe",
@@ -174,7 +176,14 @@ REGISTRIES = {
     },
     "jaxmoe.contrib.levels:ASSIGNERS": {"buckets", "milp", "zones"},
     "jaxmoe.data.tokenizer:TOKENIZERS": {"bytes", "file", "trained", "ids"},
-    "jaxmoe.layers.feed_forwards:FEED_FORWARDS": {"dense", "moe", "none", "ultra_mem", "two_sizes"},
+    "jaxmoe.layers.feed_forwards:FEED_FORWARDS": {
+        "dense",
+        "moe",
+        "none",
+        "shortcut_dense",
+        "ultra_mem",
+        "two_sizes",
+    },
     "jaxmoe.layers.feed_forwards:ACTIVATIONS": {
         "swiglu",
         "clamped_swiglu",
@@ -191,6 +200,8 @@ REGISTRIES = {
         "short_convolution",
         "gated_delta",
         "kimi_delta",
+        "narrow_values",
+        "scaled_latent",
         "lightning",
     },
     "jaxmoe.layers.norms:NORMS": {"rms", "centred_rms", "layer"},

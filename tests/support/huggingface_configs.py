@@ -22,6 +22,9 @@ _SIZES = {
     "eos_token_id": None,
 }
 
+_RENAMED = ("intermediate_size", "num_hidden_layers", "num_experts_per_tok")
+"""Fields that LongCat-Flash has under other names."""
+
 
 def _rope(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
@@ -555,5 +558,61 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "linear_head_dim": 8,
         "linear_conv_kernel_dim": 3,
+    },
+    "longcat_flash": {
+        **{name: value for name, value in _SIZES.items() if name not in _RENAMED},
+        **_rope(40.0),
+        "model_type": "longcat_flash",
+        "num_layers": 2,
+        "num_key_value_heads": 3,
+        "ffn_hidden_size": 14,
+        "expert_ffn_hidden_size": 10,
+        "n_routed_experts": 5,
+        "zero_expert_num": 2,
+        "moe_topk": 3,
+        "routed_scaling_factor": 1.7,
+        "kv_lora_rank": 7,
+        "q_lora_rank": 9,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,
+        "v_head_dim": 6,
+    },
+    "mimo_v2_flash": {
+        **_SIZES,
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "n_routed_experts": 6,
+        "moe_intermediate_size": 10,
+        "intermediate_size": 14,
+        "head_dim": 12,
+        "v_head_dim": 7,
+        "sliding_window": 4,
+        "layer_types": [
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "attention_value_scale": 0.6,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 60.0,
+                "partial_rotary_factor": 0.334,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 30.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
     },
 }

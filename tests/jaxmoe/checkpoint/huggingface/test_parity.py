@@ -254,6 +254,8 @@ GENERATING = (
     "llama4_text",
     "minimax",
     "kimi_linear",
+    "longcat_flash",
+    "mimo_v2_flash",
 )
 
 
