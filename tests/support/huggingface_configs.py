@@ -606,7 +606,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention": {
                 "rope_type": "default",
                 "rope_theta": 60.0,
-                "partial_rotary_factor": 0.334,
+                "partial_rotary_factor": 4 / 12,
             },
             "sliding_attention": {
                 "rope_type": "default",
