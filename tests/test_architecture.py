@@ -132,6 +132,7 @@ REGISTRIES = {
     },
     "jaxmoe.checkpoint.huggingface.family:FAMILIES": {
         "longcat_flash",
+        "deepseek_v32",
         "mimo_v2_flash",
         "olmoe",
         "mixtral",
@@ -201,6 +202,7 @@ REGISTRIES = {
         "gated_delta",
         "kimi_delta",
         "narrow_values",
+        "sparse_latent",
         "scaled_latent",
         "lightning",
     },

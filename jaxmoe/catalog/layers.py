@@ -239,6 +239,10 @@ _MIXER: Final = {
         "jaxmoe.contrib.family_layers.narrow_values:NarrowValuesConfig",
         "Grouped-query attention whose values are narrower than its keys.",
     ),
+    "sparse_latent": (
+        "jaxmoe.contrib.family_layers.sparse_latent:SparseLatentConfig",
+        "Latent attention to the keys that a lightning indexer chooses.",
+    ),
     "scaled_latent": (
         "jaxmoe.contrib.family_layers.scaled_latent:ScaledLatentConfig",
         "Latent attention whose queries and latents are scaled by their widths.",

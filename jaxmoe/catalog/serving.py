@@ -243,6 +243,7 @@ _FAMILY: Final = {
     "minimax_m2": (f"{_GROUPED}.minimax_m2:MiniMaxM2Family", "MiniMax-M2."),
     "llama4_text": (f"{_GROUPED}.llama4_text:Llama4TextFamily", "Llama 4, its text model."),
     "mimo_v2_flash": (f"{_LAYERS}.mimo_v2_flash:MimoV2FlashFamily", "MiMo-V2-Flash."),
+    "deepseek_v32": (f"{_LAYERS}.deepseek_v32:DeepseekV32Family", "DeepSeek-V3.2."),
     "longcat_flash": (f"{_LAYERS}.longcat_flash:LongcatFlashFamily", "LongCat-Flash."),
 }
 

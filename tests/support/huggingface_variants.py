@@ -632,6 +632,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 12,
         },
     ),
+    "deepseek_v32, more keys than tokens, one group, tied": (
+        "deepseek_v32",
+        {
+            "index_topk": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "deepseek_v32, two keys, yarn, wide values": (
+        "deepseek_v32",
+        {
+            "index_topk": 2,
+            "index_head_dim": 6,
+            "v_head_dim": 11,
+            "max_position_embeddings": 40,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50.0,
+                "factor": 4.0,
+                "mscale": 1.3,
+                "mscale_all_dim": 0.7,
+                "beta_fast": 3.0,
+                "beta_slow": 0.2,
+                "original_max_position_embeddings": 10,
+            },
+        },
+    ),
     "longcat_flash, all experts compute, yarn": (
         "longcat_flash",
         {

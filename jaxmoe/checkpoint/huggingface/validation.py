@@ -101,7 +101,8 @@ _RULES: Final = (
         "conv_L_cache full_attention_interval"
         " linear_num_value_heads linear_num_key_heads linear_value_head_dim linear_key_head_dim"
         " linear_conv_kernel_dim block_size linear_num_heads linear_head_dim num_experts_per_token"
-        " num_expert_group model_max_length expert_ffn_hidden_size",
+        " num_expert_group model_max_length expert_ffn_hidden_size"
+        " index_n_heads index_head_dim index_topk sliding_window_size",
     ),
     _SizeRule("a finite number above 0", lambda value: _is_finite(value) and value > 0, "norm_eps"),
     _SizeRule(

@@ -56,11 +56,11 @@ class ScaledLatentConfig(LatentAttentionConfig):
 class ScaledLatentAttention(LatentAttention):
     """One layer of latent attention with scales."""
 
-    def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
-        q, latent, rope_key = LatentAttention._into_latents(self, x)
+    def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array, Array]:
+        q, source, latent, rope_key = LatentAttention._into_latents(self, x)
         config = self.config
         assert config.query_latent_dim is not None  # the config checks it
         width = self.context.embed_dim
         q_scale = jnp.asarray((width / config.query_latent_dim) ** 0.5, q.dtype)
         scale = jnp.asarray((width / config.latent_dim) ** 0.5, latent.dtype)
-        return q * q_scale, latent * scale, rope_key
+        return q * q_scale, source, latent * scale, rope_key

@@ -7,6 +7,9 @@ A layer of transformers is two layers here, see `jaxmoe.contrib.family_layers.sh
 are named by `pair` and `side`. transformers allocates gate and up projections of experts without
 computation and never reads them; they are no parameters here, and written as 0. Layers for
 multi-token prediction (model.mtp) are left out with a warning, as in transformers.
+
+It is longer than most: latent attention of the core has no scales, and no layer of it has two halves
+of attention.
 """
 
 from __future__ import annotations
