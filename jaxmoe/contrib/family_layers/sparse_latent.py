@@ -353,8 +353,8 @@ class SparseLatentAttention(LatentAttention):
             del batch_axes
             entry = new.entries.astype(entries.dtype)
             entries = write_slots(entries, entry, new.layer, new.positions)
-            held = layer_of(entries, new.layer)
-            return self._over_entries(new.q, new.queries, held, new.positions), entries
+            of_layer = layer_of(entries, new.layer)
+            return self._over_entries(new.q, new.queries, of_layer, new.positions), entries
 
         region = placement.region(
             run, in_axes=(_NEW, LATENT_CACHE_AXES), out_axes=(_HEADS, LATENT_CACHE_AXES)
