@@ -23,6 +23,8 @@ REASONS: Final[dict[str, str]] = {
     " itself is that of the one family with scaled inputs",
     "GateBase.mix_shared": "a sum is what every other gate wants, one of another package included;"
     " SqrtGate is defined by keeping the RMS of both branches",
+    "LatentAttention._into_latents": "each latent attention makes latents of the stream; one family"
+    " multiplies them by factors of their widths, before positions and caches",
     "RowTransform.rows_per_sequence": "caches and FLOPs count the rows of any mixer; streams are"
     " rows, and nothing else tells their number",
     # Routing.

@@ -35,7 +35,7 @@ class IndexQueries(NamedTuple):
     """Weight of each head, f32."""
 
 
-class Keys(NamedTuple):
+class IndexedKeys(NamedTuple):
     """Keys and values that may be chosen."""
 
     index: Float[Array, "B U I"]
@@ -64,7 +64,7 @@ def index_scores(queries: IndexQueries, keys: Float[Array, "B U I"]) -> Float[Ar
 def attend_chosen(
     q: Float[Array, "B S N H"],
     queries: IndexQueries,
-    keys: Keys,
+    keys: IndexedKeys,
     see: Callable[[Any], Bool[Array, "B s U"]],
     rows: Any,
     *,
@@ -101,7 +101,7 @@ def attend_chosen(
 
 
 def _attend(
-    q: Array, queries: IndexQueries, keys: Keys, is_seen: Array, top_k: int, scale: float
+    q: Array, queries: IndexQueries, keys: IndexedKeys, is_seen: Array, top_k: int, scale: float
 ) -> Float[Array, "B s N Hv"]:
     """Return attention of some queries."""
     _, k, v = keys

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxmoe.contrib.family_layers.lightning_indexer import IndexQueries, Keys, attend_chosen
+from jaxmoe.contrib.family_layers.lightning_indexer import IndexedKeys, IndexQueries, attend_chosen
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
@@ -202,7 +202,7 @@ class IndexedPages(NamedTuple):
     tables: PageTables
 
 
-class _NewTokens(NamedTuple):
+class _IndexedTokens(NamedTuple):
     """Tokens that a layer takes into its cache and attends with."""
 
     q: Any
@@ -212,7 +212,7 @@ class _NewTokens(NamedTuple):
     layer: Any
 
 
-_NEW = _NewTokens(_HEADS, _INDEX, (*_ROWS, None, None), _ROWS, ())
+_NEW = _IndexedTokens(_HEADS, _INDEX, (*_ROWS, None, None), _ROWS, ())
 """Logical axes of new tokens."""
 
 
@@ -243,13 +243,13 @@ class SparseLatentAttention(LatentAttention):
         if cache is None:
             k, v = self._expand(latent, rope_key, kv_b)
             q = jnp.concatenate([q_nope, q_rope], axis=-1)
-            out = self._attend_row(q, queries, Keys(index_key, k, v), tokens)
+            out = self._attend_row(q, queries, IndexedKeys(index_key, k, v), tokens)
         else:
             if tokens.positions is None or tokens.segment_ids is not None:
                 raise ValueError("a cache needs positions, and cannot hold packed segments")
             q_nope = self._per_head("bsnh,rnh->bsnr", q_nope, kv_b[..., : config.nope_dim])
             entry = jnp.concatenate([latent, rope_key[:, :, 0], index_key], axis=-1)[:, :, None]
-            new = _NewTokens(
+            new = _IndexedTokens(
                 jnp.concatenate([q_nope, q_rope], axis=-1),
                 queries,
                 entry,
@@ -302,7 +302,7 @@ class SparseLatentAttention(LatentAttention):
         return jax.lax.stop_gradient((IndexQueries(q, weights), k[:, :, 0]))
 
     def _attend_row(
-        self, q: Array, queries: IndexQueries, keys: Keys, tokens: TokenInputs
+        self, q: Array, queries: IndexQueries, keys: IndexedKeys, tokens: TokenInputs
     ) -> Float[Array, "B S N Hv"]:
         """Compute the softmax over the chosen tokens of the row."""
         length = q.shape[1]
@@ -332,13 +332,13 @@ class SparseLatentAttention(LatentAttention):
                 scale=rules.scale,
             )
 
-        of_keys = Keys((*_ROWS, None), _HEADS, _HEADS)
+        of_keys = IndexedKeys((*_ROWS, None), _HEADS, _HEADS)
         region = self.execution.placement.region(
             run, in_axes=(_HEADS, _INDEX, of_keys, _ROWS), out_axes=_HEADS
         )
         return region(q, queries, keys, documents)
 
-    def _attend_cache(self, new: _NewTokens, entries: Any) -> tuple[Array, Any]:
+    def _attend_cache(self, new: _IndexedTokens, entries: Any) -> tuple[Array, Any]:
         """Compute the softmax over the chosen tokens of a cache, with the new ones in it."""
         placement = self.execution.placement
         if isinstance(entries, IndexedPages):
@@ -361,7 +361,7 @@ class SparseLatentAttention(LatentAttention):
         )
         return region(new, entries)
 
-    def _over_pages(self, new: _NewTokens, pool: Array, tables: PageTables, *, batch_axes: Any):
+    def _over_pages(self, new: _IndexedTokens, pool: Array, tables: PageTables, *, batch_axes: Any):
         """Attend to the pages of each sequence: those with one new token, then those with more."""
         del batch_axes
         pool = write_pages(pool, new.entries[0], new.layer, tables.slots)
@@ -392,7 +392,7 @@ class SparseLatentAttention(LatentAttention):
         """Attend to entries [B U 1 H] by position; the value of one is its latent."""
         config = self.config
         entries = entries.astype(q.dtype)
-        keys = Keys(
+        keys = IndexedKeys(
             entries[:, :, 0, config.cache_dim :],
             entries[..., : config.cache_dim],
             entries[..., : config.latent_dim],

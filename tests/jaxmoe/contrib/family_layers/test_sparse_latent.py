@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from jaxmoe import generate
 from jaxmoe.contrib.family_layers import lightning_indexer
-from jaxmoe.contrib.family_layers.lightning_indexer import IndexQueries, Keys, attend_chosen
+from jaxmoe.contrib.family_layers.lightning_indexer import IndexedKeys, IndexQueries, attend_chosen
 from jaxmoe.contrib.family_layers.sparse_latent import SparseLatentConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.records import TokenInputs
@@ -39,7 +39,9 @@ def drawn(seed, *shape):
 def inputs_of(queries=ROW, groups=2):
     """Queries, index queries, and keys of two heads that have `groups` query heads each."""
     index = IndexQueries(drawn(1, BATCH, queries, 5, 4), drawn(2, BATCH, queries, 5))
-    keys = Keys(drawn(3, BATCH, ROW, 4), drawn(4, BATCH, ROW, 2, 6), drawn(5, BATCH, ROW, 2, 3))
+    keys = IndexedKeys(
+        drawn(3, BATCH, ROW, 4), drawn(4, BATCH, ROW, 2, 6), drawn(5, BATCH, ROW, 2, 3)
+    )
     return drawn(0, BATCH, queries, 2 * groups, 6), index, keys
 
 
