@@ -18,6 +18,7 @@ _ESTIMATORS: Final = "jaxmoe.contrib.estimators.combinations:ROWS"
 _DEPTH: Final = "jaxmoe.contrib.depth.combinations:ROWS"
 _OFFLOAD: Final = "jaxmoe.contrib.offload.combinations:ROWS"
 _LAYERWISE: Final = "jaxmoe.contrib.layerwise.combinations:ROWS"
+_FAMILY_LAYERS: Final = "jaxmoe.contrib.family_layers.combinations:ROWS"
 _LEVELS: Final = "jaxmoe.contrib.levels.combinations:ROWS"
 _LINEAR_ATTENTION: Final = "jaxmoe.contrib.linear_attention.combinations:ROWS"
 _MKOR: Final = "jaxmoe.contrib.mkor.combinations:ROWS"
@@ -39,6 +40,7 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("training.objective", ("swept_layers",), _LAYERWISE),
     ("execution.sequence_parallel", ("levels",), _LEVELS),
     ("model.mixers.*", ("lightning",), _LINEAR_ATTENTION),
+    ("model.mixers.*", ("sparse_latent",), _FAMILY_LAYERS),
     ("optimizer", ("mkor",), _MKOR),
     ("rl", (), _RL),
     ("training.objective", ("policy_gradient",), _RL),

@@ -235,6 +235,18 @@ _MIXER: Final = {
         "jaxmoe.contrib.linear_attention.lightning:LightningConfig",
         "Lightning attention: linear attention with a fixed decay per head.",
     ),
+    "narrow_values": (
+        "jaxmoe.contrib.family_layers.narrow_values:NarrowValuesConfig",
+        "Grouped-query attention whose values are narrower than its keys.",
+    ),
+    "sparse_latent": (
+        "jaxmoe.contrib.family_layers.sparse_latent:SparseLatentConfig",
+        "Latent attention to the keys that a lightning indexer chooses.",
+    ),
+    "scaled_latent": (
+        "jaxmoe.contrib.family_layers.scaled_latent:ScaledLatentConfig",
+        "Latent attention whose queries and latents are scaled by their widths.",
+    ),
 }
 
 _FEED_FORWARD: Final = {
@@ -246,6 +258,10 @@ _FEED_FORWARD: Final = {
     "none": (
         "jaxmoe.layers.single_half:NoFeedForwardConfig",
         "No feed-forward: the layer is its mixer, without parameters of a second half.",
+    ),
+    "shortcut_dense": (
+        "jaxmoe.contrib.family_layers.shortcut:ShortcutDenseConfig",
+        "A dense feed-forward that hands its input on to the experts of a later layer.",
     ),
     "ultra_mem": (
         "jaxmoe.contrib.depth.ultra_mem:UltraMemConfig",

@@ -203,6 +203,7 @@ _GROUPED = "jaxmoe.checkpoint.huggingface.families.grouped"
 _LATENT = "jaxmoe.checkpoint.huggingface.families.latent"
 _HYBRID = "jaxmoe.checkpoint.huggingface.families.hybrid"
 _LINEAR: Final = "jaxmoe.contrib.linear_attention.families"
+_LAYERS: Final = "jaxmoe.contrib.family_layers.families"
 
 _FAMILY: Final = {
     "olmoe": (f"{_GROUPED}.olmoe:OlmoeFamily", "OLMoE."),
@@ -241,6 +242,9 @@ _FAMILY: Final = {
     "ernie4_5_moe": (f"{_GROUPED}.ernie4_5_moe:Ernie45MoeFamily", "ERNIE 4.5."),
     "minimax_m2": (f"{_GROUPED}.minimax_m2:MiniMaxM2Family", "MiniMax-M2."),
     "llama4_text": (f"{_GROUPED}.llama4_text:Llama4TextFamily", "Llama 4, its text model."),
+    "mimo_v2_flash": (f"{_LAYERS}.mimo_v2_flash:MimoV2FlashFamily", "MiMo-V2-Flash."),
+    "deepseek_v32": (f"{_LAYERS}.deepseek_v32:DeepseekV32Family", "DeepSeek-V3.2."),
+    "longcat_flash": (f"{_LAYERS}.longcat_flash:LongcatFlashFamily", "LongCat-Flash."),
 }
 
 BASES: Final = {

@@ -130,6 +130,10 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     ),
     (ZIGZAG | {"model.attention": choice("mixer", "mamba2")()}, CONTIGUOUS),
     (
+        SEQ | AUTO | {"model.attention": choice("mixer", "sparse_latent")()},
+        {"execution.mesh.seq": 1},
+    ),
+    (
         {
             "model.attention": choice("mixer", "lightning")(decay_layers=4),
             "model.loop": LoopConfig(),

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what works for each family of transformers, and writes the table of the documentation.
 
-    python -m tests.support.family_table          # writes `.docs/concepts/families.md`
+    python -m tests.support.family_table           # writes `.docs/concepts/families.md`
+    python -m tests.support.family_table olmoe     # the same, and measures one family alone
 
 The logits are compared with those that a model of transformers with the same tensors left in the
 golden file of the family; parity of further variants is in `test_parity.py`.
@@ -13,7 +14,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -110,6 +111,9 @@ def layers_of(model: ModelConfig) -> str:
         names += [model.moe.router.name, *options_of(model.moe.options)]
         names += [model.moe.activation.name] if model.moe.activation.name != "swiglu" else []
         names += ["shared experts"] if model.moe.num_shared_experts else []
+        names += ["idle experts"] if model.moe.zero_computation is not None else []
+    fed = [kind.feed_forward.name for kind in model.kinds]
+    names += [name for name in fed if name not in ("dense", "moe")]
     names += [model.norm.name] if model.norm.name != "rms" else []
     names += [model.residual.name] if model.residual.name != "standard" else []
     names += options_of(model.options)
@@ -244,12 +248,18 @@ def plans(case: Case) -> bool:
     return least_memory(Sizes.of(plan), "cpu").total > 0
 
 
-def table(names) -> Iterator[str]:
-    """Yield the lines of the table."""
+def table(names: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the table.
+
+    Args:
+        names: Families to measure; the rows of others are those of the page.
+    """
+    written = written_rows()
     yield f"| {' | '.join(COLUMNS)} |"
     yield "| --- " * len(COLUMNS) + "|"
-    for name in names:
-        yield f"| {' | '.join(row(name).values())} |"
+    for name in huggingface_models.CONFIGS:
+        cells = row(name) if name in names or name not in written else written[name]
+        yield f"| {' | '.join(cells.values())} |"
 
 
 def written_rows() -> dict[str, dict[str, str]]:
@@ -261,10 +271,10 @@ def written_rows() -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
-    """Write the table."""
+    """Write the table: all rows, or those of the families that the command line names."""
     text = PAGE.read_text(encoding="utf-8")
     lines = []
-    for line in table(huggingface_models.CONFIGS):
+    for line in table(sys.argv[1:] or tuple(huggingface_models.CONFIGS)):
         print(line, file=sys.stderr, flush=True)
         lines.append(line)
     body = "\n".join(lines)

@@ -135,11 +135,9 @@ def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if f"{block}.experts.0.w1.weight" in state:
             names = ("w1", "w3", "w2")
         experts: dict[str, list[np.ndarray]] = {name: [] for name in names}
-        expert = 0
-        while f"{block}.experts.{expert}.{names[0]}.weight" in state:
-            for name in names:
-                experts[name].append(state.pop(f"{block}.experts.{expert}.{name}.weight"))
-            expert += 1
+        for name in names:  # LongCat-Flash has more gates than down projections
+            while (key := f"{block}.experts.{len(experts[name])}.{name}.weight") in state:
+                experts[name].append(state.pop(key))
         gate, up, down = (np.stack(experts[name]) for name in names)
         if block.endswith(".feed_forward"):
             state[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
@@ -177,7 +175,13 @@ def build(config: dict[str, Any]) -> Any:
             is_gain = parameter.ndim == 1 and not is_bias
             values = rng.normal(size=parameter.shape) * (0.3 if is_gain else 0.4) + is_gain
             if name.endswith(
-                ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight")
+                (
+                    "gate.weight",
+                    "router.weight",
+                    "gate.wg.weight",
+                    "router.layer.weight",
+                    "router.classifier.weight",
+                )
             ):
                 values *= 0.3  # an uneven router, yet one without certainty
             if config["model_type"] in _CENTRED and ".linear_attn." not in name:

@@ -13,6 +13,8 @@ REASONS: Final[dict[str, str]] = {
     # Layers.
     "AttentionConfig.initial_cache": "every mixer has one; shared keys keep attention's, of fewer"
     " layers",
+    "AttentionConfig.value_dim": "layers and plans ask any attention for the width of its values;"
+    " values are as wide as keys in all but one published model with heads of their own",
     "AttentionMixer.activations": "plans ask any mixer; gates of features are of one, as large"
     " as its queries",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
@@ -21,11 +23,10 @@ REASONS: Final[dict[str, str]] = {
     " itself is that of the one family with scaled inputs",
     "GateBase.mix_shared": "a sum is what every other gate wants, one of another package included;"
     " SqrtGate is defined by keeping the RMS of both branches",
+    "LatentAttention._into_latents": "each latent attention makes latents of the stream; one family"
+    " multiplies them by factors of their widths, before positions and caches",
     "RowTransform.rows_per_sequence": "caches and FLOPs count the rows of any mixer; streams are"
     " rows, and nothing else tells their number",
-    # Files.
-    "Family.constants": "import and export ask any family; of those here only MiniMax stores what"
-    " its config already says",
     # Routing.
     "SelectionBias.init": "every bias has a state, zeros by expert; the one with a histogram keeps"
     " it there, too",

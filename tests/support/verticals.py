@@ -143,6 +143,19 @@ VERTICALS = {
             "sharding/products/*",
         ),
     ),
+    "family_layers": Vertical(
+        sources=("jaxmoe/contrib/family_layers/*",),
+        tests=("tests/jaxmoe/contrib/family_layers/*",),
+        smoke=(
+            "tests/jaxmoe/contrib/family_layers/test_shortcut.py"
+            "::test_scales_of_latents_are_those_of_their_weights"
+        ),
+        sockets=(
+            "jaxmoe/layers/feed_forwards/moe/*",
+            "jaxmoe/layers/mixers/*",
+        )
+        + _LAYERS,
+    ),
     "fleet": Vertical(
         sources=("jaxmoe/contrib/fleet/*",),
         tests=("tests/jaxmoe/contrib/fleet/*",),

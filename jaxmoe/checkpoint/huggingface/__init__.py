@@ -171,7 +171,7 @@ def open_huggingface(
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
     tensors = decode_weights(fields, tensors)
-    check_sizes(model, fields, tensors, where)
+    check_sizes(model, fields, tensors, family.rules, where)
     tensors = _compute(family, fields, tensors)
     tensors = without_constants(tensors, family.constants(model))
     opened = Tensors(model, family.rules, tensors, axis_rules=rules, nonfinite=nonfinite)

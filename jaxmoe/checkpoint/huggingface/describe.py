@@ -37,20 +37,21 @@ def options_of(model: ModelConfig) -> AttentionOptions:
     return getattr(model.attention, "extras", NO_OPTIONS)
 
 
-def latent_fields(model: ModelConfig, family: str) -> dict[str, Any]:
+def latent_fields(model: ModelConfig, family: str, name: str = "latent") -> dict[str, Any]:
     """Return the fields of latent attention.
 
     Args:
         model: Model in its normal form.
         family: Name of the family, for the message.
+        name: Name of the attention that it has.
 
     Raises:
         CheckpointError: The model has another attention.
     """
     attention: Any = model.attention
-    if attention.name != "latent":
+    if attention.name != name:
         raise CheckpointError(
-            f"{family} has latent attention, and model.attention is {attention.name}"
+            f"{family} has the attention {name}, and model.attention is {attention.name}"
         )
     return {
         "kv_lora_rank": attention.latent_dim,
@@ -136,7 +137,8 @@ def layer_types_of(model: ModelConfig) -> dict[str, Any]:
 
 def normal_form(model: ModelConfig) -> ModelConfig:
     """Return an equal model as families describe it: at most one attention, one recurrent mixer and
-    one dense width, `model.layers` empty where all layers have one mixer.
+    one dense width, `model.layers` empty where all layers have one mixer and feed-forwards are
+    dense or of experts.
 
     Mixers may differ from layer to layer in their `layer_fields`.
 
@@ -144,32 +146,24 @@ def normal_form(model: ModelConfig) -> ModelConfig:
 
     Raises:
         CheckpointError: A layer has another mixer of its kind, or another dense width, than those
-            before it, or a feed-forward that is neither dense nor of experts.
+            before it.
     """
     kinds = [(kind.mixer, kind.feed_forward.sizes) for kind in model.kinds]
-    dense = tuple(index for index, (_, sizes) in enumerate(kinds) if sizes.dense_dim)
+    names = [kind.feed_forward.name for kind in model.kinds]
+    dense = tuple(index for index, name in enumerate(names) if name == "dense")
     width = kinds[dense[0]][1].dense_dim if dense else model.dense_dim
     firsts: dict[bool, tuple[int, MixerBase]] = {}
     for index, (mixer, sizes) in enumerate(kinds):
         where, first = firsts.setdefault(mixer.is_recurrent, (index, mixer))
-        if _without_patterns(mixer) != _without_patterns(first):
+        if differences := _differences(mixer, first):
             text = (
                 f"layer {index} of model.layers has another mixer ({mixer.name}) than layer {where}"
                 f" ({first.name}), and no family of transformers has two"
             )
             if mixer.name == first.name:
-                varying = varying_fields([_without_patterns(mixer), _without_patterns(first)])
-                text += ": " + ", ".join(
-                    f"{k} {ours}, {theirs}" for k, (ours, theirs) in varying.items()
-                )
+                text += ": " + ", ".join(differences)
             raise CheckpointError(text)
-        feed_forward = model.kinds[index].feed_forward.name
-        if feed_forward not in ("dense", "moe"):
-            raise CheckpointError(
-                f"layer {index} has the feed-forward {feed_forward}, and no family of transformers"
-                " has it"
-            )
-        if sizes.dense_dim not in (0, width):
+        if names[index] == "dense" and sizes.dense_dim != width:
             raise CheckpointError(
                 f"layer {index} of model.layers has a dense feed-forward of"
                 f" {sizes.dense_dim} and layer {dense[0]} one of {width}, and no family of"
@@ -185,18 +179,26 @@ def normal_form(model: ModelConfig) -> ModelConfig:
         moe=None if is_dense else model.moe,
         dense_layers=() if is_dense else dense,
         dense_dim=width,
-        layers=layers_of([mixer for mixer, _ in kinds], attention),
+        layers=layers_of(
+            [mixer for mixer, _ in kinds],
+            attention,
+            [
+                None if kind.feed_forward.name in ("dense", "moe") else kind.feed_forward
+                for kind in model.kinds
+            ],
+        ),
     )
 
 
-def _without_patterns(mixer: Any) -> Any:
-    """Return a mixer with the defaults of what families change from layer to layer."""
-    changes = {
-        field.name: field.default
-        for field in dataclasses.fields(mixer)
-        if field.name in mixer.layer_fields
-    }
-    return dataclasses.replace(mixer, **changes)
+def _differences(mixer: MixerBase, first: MixerBase) -> list[str]:
+    """Return what two mixers differ in beside what families change from layer to layer."""
+    if mixer.name != first.name:
+        return [mixer.name]
+    return [
+        f"{path} {ours}, {theirs}"
+        for path, (ours, theirs) in varying_fields([mixer, first]).items()
+        if path.partition(".")[0] not in mixer.layer_fields
+    ]
 
 
 def check_described(model: ModelConfig, read: ModelConfig, family: str) -> None:

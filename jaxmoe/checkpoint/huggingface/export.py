@@ -291,7 +291,11 @@ class _ExportSource:
     ):
         rows = (*parameter_table(model), *state_table(model))
         self._arrays = arrays
-        self._constants = family.constants(model)
+        self._constants = {
+            name: constant
+            for name, constant in family.constants(model).items()
+            if not (is_stacked and ".experts." in name)  # rows of a tensor of all experts
+        }
         self._parts: dict[str, list[tuple[ParameterSpec, TensorPiece]]] = {}
         names = InMemory() if is_stacked else ()
         pieces = pieces_of(model, rows, family.rules, names)
@@ -332,7 +336,7 @@ class _ExportSource:
         if not piece.part:
             return self._part(row, piece)
         first = self._part(row, piece)
-        tensor = np.empty(piece.shape, first.dtype)
+        tensor = np.zeros(piece.shape, first.dtype)
         for row, piece in parts:
             tensor[piece.part] = self._part(row, piece)
         return tensor

@@ -111,6 +111,9 @@ def check_computed(model: ModelConfig) -> None:
     if mixers:
         names = sorted({mixer.name for mixer in mixers})
         lines.append(f"model.layers with the mixer {' and '.join(names)}")
+    fed = {kind.feed_forward.name for kind in model.kinds} - {"dense", "moe"}
+    if fed:
+        lines.append(f"model.layers with the feed-forward {' and '.join(sorted(fed))}")
     if moe is not None and moe.capacity is not None and not moe.capacity.traits.is_for_training:
         lines.append("model.moe.capacity: only None")
     if lines:

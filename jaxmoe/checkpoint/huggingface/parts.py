@@ -12,6 +12,7 @@ from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.huggingface.ropes import read_rope
 from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.layers.context import FeedForwardBase
 from jaxmoe.layers.mixers.attention_parts import AttentionOptions
 from jaxmoe.models.config import (
     AttentionConfig,
@@ -465,21 +466,30 @@ def assemble(
     return dataclasses.replace(model, moe=dataclasses.replace(model.moe, balancers=balancers))
 
 
-def layers_of(mixers: Sequence[MixerBase], attention: MixerBase) -> tuple[LayerConfig, ...]:
+def layers_of(
+    mixers: Sequence[MixerBase],
+    attention: MixerBase,
+    feed_forwards: Sequence[FeedForwardBase | None] | None = None,
+) -> tuple[LayerConfig, ...]:
     """Return the shortest period of `ModelConfig.layers` with these mixers.
 
     Args:
         mixers: Mixer of each layer.
         attention: Mixer of the layers for which the period names none.
+        feed_forwards: Feed-forward of each layer, None for one that is dense or of experts; all of
+            them are when None.
 
     Returns:
-        The period; empty where all layers have `attention`.
+        The period; empty where all layers have `attention` and no feed-forward of their own.
     """
-    layer_mixers = [None if mixer == attention else mixer for mixer in mixers]
+    halves = zip(mixers, feed_forwards or [None] * len(mixers), strict=True)
+    layers = [
+        LayerConfig(mixer=None if mixer == attention else mixer, feed_forward=feed_forward)
+        for mixer, feed_forward in halves
+    ]
     length = next(
         length
-        for length in range(1, len(layer_mixers) + 1)
-        if all(mixer == layer_mixers[index % length] for index, mixer in enumerate(layer_mixers))
+        for length in range(1, len(layers) + 1)
+        if all(layer == layers[index % length] for index, layer in enumerate(layers))
     )
-    period = layer_mixers[:length]
-    return () if period == [None] else tuple(LayerConfig(mixer=mixer) for mixer in period)
+    return () if layers[:length] == [LayerConfig()] else tuple(layers[:length])

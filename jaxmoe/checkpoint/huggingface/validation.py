@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from jaxmoe.checkpoint.huggingface import modeling
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, WTE
+from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, WTE, Rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 
@@ -60,7 +60,7 @@ def _is_size(value: Any) -> bool:
 
 
 _RULES: Final = (
-    _integer(1, MAX_LAYERS, "num_hidden_layers n_layers"),
+    _integer(1, MAX_LAYERS, "num_hidden_layers n_layers num_layers"),
     _integer(
         0,
         MAX_LAYERS,
@@ -71,7 +71,7 @@ _RULES: Final = (
         MAX_EXPERTS,
         "num_experts n_routed_experts num_experts_per_tok moe_num_experts moe_top_k moe_k",
     ),
-    _integer(0, MAX_EXPERTS, "num_local_experts moe_num_shared_experts"),
+    _integer(0, MAX_EXPERTS, "num_local_experts moe_num_shared_experts zero_expert_num"),
     _integer(1, MAX_LAYERS, "attn_layer_period expert_layer_period moe_layer_interval"),
     _integer(0, MAX_LAYERS, "attn_layer_offset expert_layer_offset moe_layer_start_index"),
     _integer(-1, MAX_LAYERS, "moe_layer_end_index"),
@@ -101,7 +101,8 @@ _RULES: Final = (
         "conv_L_cache full_attention_interval"
         " linear_num_value_heads linear_num_key_heads linear_value_head_dim linear_key_head_dim"
         " linear_conv_kernel_dim block_size linear_num_heads linear_head_dim num_experts_per_token"
-        " num_expert_group model_max_length",
+        " num_expert_group model_max_length expert_ffn_hidden_size"
+        " index_n_heads index_head_dim index_topk sliding_window_size",
     ),
     _SizeRule("a finite number above 0", lambda value: _is_finite(value) and value > 0, "norm_eps"),
     _SizeRule(
@@ -190,7 +191,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SIZES: Final = {
     "vocabulary": ("vocab_size",),
     "width": ("hidden_size", "d_model"),
-    "layers": ("num_hidden_layers", "n_layers"),
+    "layers": ("num_hidden_layers", "n_layers", "num_layers"),
     "experts": (
         "num_local_experts",
         "num_experts",
@@ -265,7 +266,11 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
 
 
 def check_sizes(
-    model: ModelConfig, fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str = ""
+    model: ModelConfig,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    rules: Sequence[Rule] = (),
+    where: str = "",
 ) -> None:
     """Raise if the model is larger than its tensors, before its parameters are listed.
 
@@ -276,13 +281,16 @@ def check_sizes(
         model: Model of the fields.
         fields: Fields of config.json.
         tensors: Tensors by name, with shapes.
+        rules: Rules of the model's family.
         where: Prefix of messages: the file.
 
     Raises:
         CheckpointError: See above.
     """
 
-    first = next(_too_large(model, tensors), None)
+    # A number in the names of tensors is that of a layer, or of a pair of layers.
+    is_paired = any("{pair}" in key for rule in rules for key in rule.keys)
+    first = next(_too_large(model, tensors, 2 if is_paired else 1), None)
     if first is None:
         return
     what, size, origin = first
@@ -294,9 +302,11 @@ def check_sizes(
     )
 
 
-def _too_large(model: ModelConfig, tensors: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
+def _too_large(
+    model: ModelConfig, tensors: Mapping[str, Any], layers_per_number: int
+) -> Iterator[tuple[str, int, str]]:
     """Yield what differs: the name of a size, its value in the config, and what was found."""
-    num_layers = model.num_layers
+    num_layers = model.num_layers // layers_per_number
     num_experts = model.moe.num_experts if model.moe else 0
     if num_layers > MAX_LAYERS:
         yield "layers", num_layers, f"at most {MAX_LAYERS} layers are read"

@@ -65,7 +65,8 @@ class Rule:
     """Path of the parameter from the root or from its block; router state: from `ROUTER_STATE`."""
     keys: tuple[str, ...]
     """Names of the tensor: the one on disk, then alternatives. `{layer}` and `{expert}` are
-    numbers; a key without {expert} for a parameter of experts is a tensor of all experts,
+    numbers; where transformers counts two layers as one, `{pair}` is its number and `{side}` is 0
+    or 1; a key without {expert} for a parameter of experts is a tensor of all experts,
     [E, out, in], in which the two halves of gate_up follow one another."""
     half: int | None = None
     """Half of gate_up: 0 is the gate, 1 is up."""
@@ -77,6 +78,9 @@ class Rule:
     experts: Literal["stacked", "rows"] = "stacked"
     """Tensor of all experts: [E, out, in], or rows of one expert behind those of another,
     [E out, in], with a tensor for each half; with the layout in_out [E in, out]."""
+    has_idle_experts: bool = False
+    """Whether a tensor of all experts has rows of those without computation, too: they are not
+    read, and written as 0."""
     fused_from: int = 0
     """Number in `keys` of the first tensor that `fused` is about; those before it hold this
     parameter alone."""
@@ -265,10 +269,17 @@ def _pieces(
             yield from _of_layer(row, rule, (), _select(rule.keys, names)[1], fused)
             continue
         for offset, layer in enumerate(layers):
-            number, key = _select([key.replace("{layer}", str(layer)) for key in rule.keys], names)
+            number, key = _select([_name_of(key, layer) for key in rule.keys], names)
             span = fused if number >= rule.fused_from else None
-            for piece in _of_layer(row, rule, (offset,), key, span):
+            idle = model.moe.num_zero_computation if rule.has_idle_experts and model.moe else 0
+            for piece in _of_layer(row, rule, (offset,), key, span, idle):
                 yield from _by_head(row, piece, groups) if rule.heads_of else (piece,)
+
+
+def _name_of(key: str, layer: int) -> str:
+    """Return a key of a rule with the numbers of a layer."""
+    key = key.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2))
+    return key.replace("{side}", str(layer % 2))
 
 
 def _outputs(row: ParameterSpec) -> int:
@@ -321,6 +332,7 @@ def _of_layer(
     where: tuple[int, ...],
     key: str,
     span: tuple[int, int] | None,
+    idle: int = 0,
 ) -> Iterator[TensorPiece]:
     """Yield the pieces of one layer: one, or one for each expert.
 
@@ -330,6 +342,7 @@ def _of_layer(
         where: Index of the layer; () without layers.
         key: The rule's key of the layer.
         span: First output in a tensor of several parameters, and the outputs of all of them.
+        idle: Experts without computation that a tensor of all experts has rows of.
     """
     declaration = row.declaration
     halves = 1 if rule.half is None else 2
@@ -375,10 +388,10 @@ def _of_layer(
                 outputs = slice(first, first + out)
                 if rule.halves == "alternating":
                     outputs = slice(rule.half, None, halves)
-                shape = (num_experts, out * halves, fan_in)
+                shape = (num_experts + idle, out * halves, fan_in)
                 part = (expert, outputs)
                 if not is_transposed:
-                    shape = (num_experts, fan_in, out * halves)
+                    shape = (num_experts + idle, fan_in, out * halves)
                     part = (expert, slice(None), outputs)
             yield TensorPiece(name, shape, part, (*where, expert, *inside), is_transposed)
 

@@ -183,11 +183,16 @@ class ExpertSlots(Offload):
             raise ValueError(
                 f"experts=slots:{self.size}: the model has no routed experts: leave it out"
             )
-        layers: Any = (stack.kind.feed_forward for stack in model.stacks if stack.moe_layers)
+        layers: Any = [stack.kind.feed_forward for stack in model.stacks if stack.moe_layers]
         if any(layer.gate.scales_input for layer in layers):
             raise ValueError(
                 f"experts=slots:{self.size}: moe.gate.scales_input is true, and an expert in a slot"
                 " is computed before the gates of its tokens are known: leave it out"
+            )
+        if any(layer.extras.routed_input != "layer" for layer in layers):
+            raise ValueError(
+                f"experts=slots:{self.size}: moe.options.routed_input is shortcut, and an expert in"
+                " a slot reads the input of its layer: leave it out"
             )
         if model.adapter is not None:
             raise ValueError(

@@ -71,7 +71,14 @@ class AttentionConfig(AttentionMixer):
 
     name: ClassVar[str] = "grouped_query"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
-    layer_fields: ClassVar[tuple[str, ...]] = ("window", "positions", "query_temperature")
+    layer_fields: ClassVar[tuple[str, ...]] = (
+        "window",
+        "positions",
+        "query_temperature",
+        "num_kv_heads",
+        "rope_theta",
+        "options",
+    )
     can_quantize: ClassVar[bool] = True
     has_pages: ClassVar[bool] = True
     can_select_pages: ClassVar[bool] = True
@@ -139,8 +146,8 @@ class AttentionConfig(AttentionMixer):
         Args:
             embed_dim: D.
         """
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and o, k and v
-        return embed_dim * heads * self.head_dim
+        heads = self.num_heads + self.num_kv_heads  # of q and k, and of o and v
+        return embed_dim * heads * (self.head_dim + self.value_dim)
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
         """Return the arrays of one layer; gates of features are f32, those of heads left out.
@@ -152,7 +159,7 @@ class AttentionConfig(AttentionMixer):
         arrays = AttentionMixer.activations(self, shards, itemsize=itemsize)
         if self.extras.gate_form == "head":
             return arrays
-        gates = 4 * self.num_heads * self.head_dim / shards(ax.ACT_HEADS)
+        gates = 4 * self.num_heads * self.value_dim / shards(ax.ACT_HEADS)
         return dataclasses.replace(
             arrays, projected=arrays.projected + gates, kept=arrays.kept + gates
         )
@@ -288,7 +295,7 @@ class Attention(nn.Module):
             out = gate_heads(out, heads["gate"], config.extras.gate_form)
         weight = self._declare(
             "o",
-            (config.num_heads, config.head_dim, self.context.embed_dim),
+            (config.num_heads, config.value_dim, self.context.embed_dim),
             (ax.HEADS, ax.HEAD_DIM, ax.EMBED),
             "attention_out",
             ((-3, -2), (-1,)),
@@ -402,17 +409,17 @@ class Attention(nn.Module):
         """Return the products for queries, keys, values and, if gated, each head's gate logits."""
         config = self.config
         projections = {}
-        for name, number in (
-            ("q", config.num_heads),
-            ("k", config.num_kv_heads),
-            ("v", config.num_kv_heads),
+        for name, number, width in (
+            ("q", config.num_heads, config.head_dim),
+            ("k", config.num_kv_heads, config.head_dim),
+            ("v", config.num_kv_heads, config.value_dim),
         ):
             axis, spread = (
                 (ax.HEADS, ax.ACT_HEADS) if name == "q" else (ax.KV_HEADS, ax.ACT_KV_HEADS)
             )
             weight = self._declare(
                 name,
-                (self.context.embed_dim, number, config.head_dim),
+                (self.context.embed_dim, number, width),
                 (ax.EMBED, axis, ax.HEAD_DIM),
                 "attention_in",
                 ((-3,), (-2, -1)),
@@ -439,7 +446,7 @@ class Attention(nn.Module):
             weight = self._declare("gate", shape, axes, "attention_gate", ((-2,), (-1,)))
             gate = as_factor(weight, dtype, mix)
             return Product("bsd,dn->bsn", gate, (None, ax.HEADS), spread, jnp.float32)
-        shape = (self.context.embed_dim, config.num_heads, config.head_dim)
+        shape = (self.context.embed_dim, config.num_heads, config.value_dim)
         axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
         weight = self._declare("gate", shape, axes, "attention_gate", ((-3,), (-2, -1)))
         return Product(

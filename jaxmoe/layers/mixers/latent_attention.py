@@ -27,7 +27,7 @@ Windows and gates are not implemented.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -238,39 +238,15 @@ class LatentAttention(nn.Module):
         del layer
         self.config.check_precision(self.execution.precision)
         positions = tokens.positions
-        config = self.config
-        placement = self.execution.placement
         dtype = self.execution.precision.compute_dtype
-        form = self.execution.tensor_products
-        q, latent, rope_key = self._into_latents(x.astype(dtype))
-
-        q_nope = q[..., : config.nope_dim]
-        q_rope = q[..., config.nope_dim :]
-        rope_key = placement.place(rope_key, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None))[:, :, None]
-        if config.positions == "rotary":
-            q_rope, rope_key = self._turn(q_rope, rope_key, tokens)
-
-        shape = (config.latent_dim, config.num_heads, config.nope_dim + config.value_dim)
-        axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
-        kv_b = self._declare("kv_b", shape, axes, ((-3,), (-2, -1))).astype(dtype)
-        yarn = config.yarn
-        stretch = 1.0 if yarn is None else yarn.logit_factor()
-        rules = AttentionRules(
-            is_causal=config.is_causal,
-            scale=(self.context.multipliers.attention_scale or config.head_dim**-0.5) * stretch,
-            implementation=self.execution.implementations.attention,
-            is_observed=observer_of(self.execution).reads_attention,
-        )
+        q, _, latent, rope_key = self._into_latents(x.astype(dtype))
+        q_nope, q_rope, rope_key = self._place(q, rope_key, tokens)
+        kv_b = self._declare_kv_b(dtype)
+        rules = self._rules()
         entries = None
         if cache is None:
-            product = Product("bsr,rnh->bsnh", kv_b, (None, ax.HEADS, None), _HEADS)
-            kv = out_of_stream(latent, {"kv": product}, placement, form=form)["kv"]
-            k_nope = kv[..., : config.nope_dim]
-            v = kv[..., config.nope_dim :]
-            shared = jnp.broadcast_to(rope_key, (*k_nope.shape[:3], config.rope_dim))
-            shared = placement.place(shared, _HEADS)
+            k, v = self._expand(latent, rope_key, kv_b)
             q = jnp.concatenate([q_nope, q_rope], axis=-1)
-            k = jnp.concatenate([k_nope, shared], axis=-1)
             out, logits = self._attend(q, k, v, tokens, rules)
         else:
             if positions is None or tokens.segment_ids is not None:
@@ -278,18 +254,67 @@ class LatentAttention(nn.Module):
             out, logits, entries = self._attend_cached(
                 (q_nope, q_rope), (latent, rope_key[:, :, 0]), kv_b, cache, positions, rules
             )
+        observations = observer_of(self.execution).attention(logits, tokens.token_mask)
+        return self._leave(out), MixerOutputs(cache=entries, observations=observations)
+
+    def _place(self, q: Array, rope_key: Array, tokens: TokenInputs) -> tuple[Array, Array, Array]:
+        """Return both parts of queries, and RoPE's key [B S 1 H], turned by their positions."""
+        config = self.config
+        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None)
+        rope_key = self.execution.placement.place(rope_key, axes)[:, :, None]
+        q_rope = q[..., config.nope_dim :]
+        if config.positions == "rotary":
+            q_rope, rope_key = self._turn(q_rope, rope_key, tokens)
+        return q[..., : config.nope_dim], q_rope, rope_key
+
+    def _declare_kv_b(self, dtype: Any) -> Float[Array, "R N H"]:
+        """Return the matrix from latents to keys without positions and values of all heads."""
+        config = self.config
+        shape = (config.latent_dim, config.num_heads, config.nope_dim + config.value_dim)
+        axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
+        return self._declare("kv_b", shape, axes, ((-3,), (-2, -1))).astype(dtype)
+
+    def _rules(self) -> AttentionRules:
+        config = self.config
+        stretch = 1.0 if config.yarn is None else config.yarn.logit_factor()
+        return AttentionRules(
+            is_causal=config.is_causal,
+            scale=(self.context.multipliers.attention_scale or config.head_dim**-0.5) * stretch,
+            implementation=self.execution.implementations.attention,
+            is_observed=observer_of(self.execution).reads_attention,
+        )
+
+    def _expand(self, latent: Array, rope_key: Array, kv_b: Array) -> tuple[Array, Array]:
+        """Return keys and values of each head."""
+        config = self.config
+        placement = self.execution.placement
+        product = Product("bsr,rnh->bsnh", kv_b, (None, ax.HEADS, None), _HEADS)
+        form = self.execution.tensor_products
+        kv = out_of_stream(latent, {"kv": product}, placement, form=form)["kv"]
+        k_nope = kv[..., : config.nope_dim]
+        shared = jnp.broadcast_to(rope_key, (*k_nope.shape[:3], config.rope_dim))
+        shared = placement.place(shared, _HEADS)
+        return jnp.concatenate([k_nope, shared], axis=-1), kv[..., config.nope_dim :]
+
+    def _leave(self, out: Float[Array, "B S N Hv"]) -> Float[Array, "B S D"]:
+        """Return the output of all heads in the stream."""
+        config = self.config
         shape = (config.num_heads, config.value_dim, self.context.embed_dim)
         axes = (ax.HEADS, ax.HEAD_DIM, ax.EMBED)
         weight = self._declare("o", shape, axes, ((-3, -2), (-1,)), role="attention_out")
-        product = Product("bsnh,nhd->bsd", weight.astype(dtype), (ax.HEADS, None, None), _HEADS)
-        y = into_stream(out, product, placement, form=form)
-        observations = observer_of(self.execution).attention(logits, tokens.token_mask)
-        return y, MixerOutputs(cache=entries, observations=observations)
+        product = Product("bsnh,nhd->bsd", weight.astype(out.dtype), (ax.HEADS, None, None), _HEADS)
+        form = self.execution.tensor_products
+        return into_stream(out, product, self.execution.placement, form=form)
 
     def _turn(self, q: Array, key: Array, tokens: TokenInputs) -> tuple[Array, Array]:
         """Return the parts of queries and keys that RoPE turns by their positions."""
+        angles = self._angles(tokens, q.shape[1])
+        layout = self.config.rope_layout
+        return rotate(in_halves(q, layout), angles), rotate(in_halves(key, layout), angles)
+
+    def _angles(self, tokens: TokenInputs, length: int) -> Any:
+        """Return the angles by which RoPE turns the tokens."""
         config = self.config
-        length = q.shape[1]
         where = tokens.positions
         if where is None and tokens.order is not None:
             where = tokens.order.by_row
@@ -297,12 +322,13 @@ class LatentAttention(nn.Module):
             where = self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
         else:
             where = places_of(current_order(self.context, self.execution, length), length)
-        angles = rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
-        layout = config.rope_layout
-        return rotate(in_halves(q, layout), angles), rotate(in_halves(key, layout), angles)
+        return rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
 
-    def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array]:
-        """Return queries [B S N H]; latent [B S R] and RoPE's key, both cut as the stream."""
+    def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array, Array]:
+        """Return queries [B S N H] and what they are made from; latent [B S R] and RoPE's key.
+
+        All but the queries are cut as the stream.
+        """
         config = self.config
         placement = self.execution.placement
         width = self.context.embed_dim
@@ -330,7 +356,7 @@ class LatentAttention(nn.Module):
         product = Product("bsd,dnh->bsnh", weight.astype(x.dtype), (None, ax.HEADS, None), _HEADS)
         form = self.execution.tensor_products
         q = out_of_stream(q_source, {"q": product}, placement, form=form)["q"]
-        return q, latent, rope_key
+        return q, q_source, latent, rope_key
 
     def _attend(
         self, q: Array, k: Array, v: Array, tokens: TokenInputs, rules: AttentionRules

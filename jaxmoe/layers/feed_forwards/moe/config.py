@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ from sharding import axes as ax
 from sharding.expert_parallel import Dispatcher
 from sharding.expert_parallel.routes import TokenRoute
 
+SHORTCUT: Final = "shortcut"
+"""Name in the carry of the activations [B S D] that routed experts read with `routed_input`."""
+
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +58,12 @@ class MoEOptions:
     has_expert_bias: bool = False
     """Whether the products of the routed experts have biases: gate_up_bias [E 2 F], and down_bias
     [E D] before the gate's factor (gpt-oss)."""
+    routed_input: Literal["layer", "shortcut"] = "layer"
+    """What the router and the routed experts read: the input of the layer, or what a layer before
+    carries as its shortcut (ScMoE, LongCat-Flash); the shared branch reads the input."""
 
     def __post_init__(self):
+        check_choices("moe.options", self)
         if self.shared_dim is not None and self.shared_dim < 1:
             raise ValueError(
                 f"moe.options.shared_dim={self.shared_dim} must be at least 1; for a layer without"

@@ -27,7 +27,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.feed_forwards.dense import FeedForward
 from jaxmoe.layers.feed_forwards.moe.computation import Computation, LocalInputs, LocalOutputs
-from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
+from jaxmoe.layers.feed_forwards.moe.config import SHORTCUT, MoEConfig
 from jaxmoe.layers.feed_forwards.moe.experts import (
     WEIGHT_AXES,
     Experts,
@@ -134,6 +134,7 @@ class MoELayer(nn.Module):
         # Routers see whole sequences under a capacity, and tokens move after it.
         carry_axes = {"router_logits": (*row_axes, None), "expert_device": result_axes}
         carried = moe.carries(self.context, self.execution)
+        routed = self._routed_input(x, routing)
         region = placement.region(
             computation.run,
             in_axes=((*row_axes, None), axes),
@@ -145,7 +146,7 @@ class MoELayer(nn.Module):
                 observed=observer_of(self.execution).expert_axes(moe, result_axes),
             ),
         )
-        local_outputs = region(x, arguments)
+        local_outputs = region(routed, arguments)
         carry = local_outputs.carry
         tokens = _of_rows(carry, (ax.ACT_BATCH, ax.ACT_SEQ))
         outputs = FeedForwardOutputs(
@@ -153,14 +154,42 @@ class MoELayer(nn.Module):
             losses=local_outputs.losses,
             carry={name: placement.place(array, tokens[name]) for name, array in carry.items()},
             observations=observer_of(self.execution).routing(
-                x, local_outputs.statistics, local_outputs.observed, weights, routing, placement
+                routed,
+                local_outputs.statistics,
+                local_outputs.observed,
+                weights,
+                routing,
+                placement,
             ),
         )
         y = placement.place(local_outputs.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+        return self._add_shared(x, y, routing), outputs
+
+    def _routed_input(self, x: Float[Array, "B S D"], routing: RoutingInputs) -> Array:
+        """Return what the router and the routed experts read, in the compute dtype."""
+        if self.moe.extras.routed_input == "layer":
+            return x
+        if SHORTCUT not in routing.carry:
+            raise ValueError(
+                f"moe.options.routed_input={self.moe.extras.routed_input}: no layer of the model"
+                " carries a shortcut: name the feed-forward shortcut_dense in model.layers, or set"
+                " moe.options.routed_input to layer"
+            )
+        return routing.carry[SHORTCUT].astype(x.dtype)
+
+    def _add_shared(self, x: Array, y: Array, routing: RoutingInputs) -> Float[Array, "B S D"]:
+        """Return the output of the routed experts with that of the shared ones, if there are any.
+
+        Args:
+            x: Normed input.
+            y: Output of the routed experts.
+            routing: Read for `mix`.
+        """
+        moe = self.moe
         if not moe.num_shared_experts:
-            return y, outputs
+            return y
         shared = FeedForward(
-            width,
+            self.context.embed_dim,
             moe.num_shared_units,
             self.execution,
             role_in="shared_in",
@@ -169,8 +198,9 @@ class MoELayer(nn.Module):
             name="shared",
         )(x, routing)[0]
         if moe.extras.has_shared_gate:
-            shared = SharedGate(width, self.execution, name="shared_gate")(x, shared)
-        return moe.gate.build().mix_shared(y, shared), outputs
+            gate = SharedGate(self.context.embed_dim, self.execution, name="shared_gate")
+            shared = gate(x, shared)
+        return moe.gate.build().mix_shared(y, shared)
 
     def _arguments(
         self,

@@ -70,9 +70,9 @@ def test_export_of_a_repeating_period_numbers_its_layers(tmp_path):
     ("layer", "text"),
     [
         (
-            LayerConfig(mixer=AttentionConfig(qk_norm="full", rope_theta=3.0)),
+            LayerConfig(mixer=AttentionConfig(qk_norm="full", softcap=3.0)),
             r"layer 1 of model.layers has another mixer \(grouped_query\) than layer 0"
-            r" \(grouped_query\), and no family of transformers has two: rope_theta 3.0, 10000.0",
+            r" \(grouped_query\), and no family of transformers has two: softcap 3.0, null",
         ),
         (
             LayerConfig(feed_forward=DenseConfig(hidden_dim=12)),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.huggingface.describe import normal_form
+from jaxmoe.checkpoint.huggingface.export import suggest_family
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.contrib.depth.product_keys import (
     choose_among_all,
@@ -195,8 +195,8 @@ def test_a_cut_table_beside_experts_equals_a_whole_one(name):
 
 
 def test_no_family_of_transformers_has_a_memory():
-    with pytest.raises(CheckpointError, match="layer 0 has the feed-forward ultra_mem"):
-        normal_form(MODEL)
+    with pytest.raises(CheckpointError, match="model.layers with the feed-forward ultra_mem"):
+        suggest_family(MODEL)
 
 
 def test_a_token_counts_the_rows_that_it_reads():
