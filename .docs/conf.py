@@ -15,6 +15,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import combination_page  # noqa: E402  (after the path that it is found on)
 import flag_tables  # noqa: E402
+import navigation  # noqa: E402
 import package_pages  # noqa: E402
 import reference_pages  # noqa: E402
 
@@ -41,5 +42,6 @@ def write_generated_pages(app) -> None:
 
 
 def setup(app) -> None:
-    """Connect the generator to the start of a build."""
+    """Connect the generators to the events of a build."""
     app.connect("builder-inited", write_generated_pages)
+    navigation.connect(app)

@@ -126,9 +126,8 @@ def flag_pages(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / ".docs"))
         import flag_tables
-    target = tmp_path_factory.mktemp("flags")
-    flag_tables.write(target)
-    return {page.stem: page.read_text(encoding="utf-8") for page in target.glob("*.md")}
+    flag_tables.write(tmp_path_factory.mktemp("flags"))
+    return flag_tables.whole_pages()
 
 
 def test_the_flag_tables_and_the_reference_cover_the_sources(tmp_path, monkeypatch, flag_pages):
