@@ -48,7 +48,8 @@ print(json.dumps(failed), file=sys.stderr)
 def scripts() -> dict[str, str]:
     """Return the Python blocks of each page, with lines numbered as in the page."""
     pages = [ROOT / "README.md", *sorted((ROOT / ".docs").glob("*.md"))]
-    pages += sorted((ROOT / ".docs" / "concepts").glob("*.md"))
+    for folder in ("guides", "concepts"):
+        pages += sorted((ROOT / ".docs" / folder).glob("*.md"))
     pages += sorted(path for package in PACKAGES for path in (ROOT / package).rglob("README.md"))
     found = {}
     for page in pages:
