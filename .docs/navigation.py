@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the navigation tree of a page from titles alone.
 
-The theme asks for the titles of all pages on every page. Sphinx copies the tables of contents of all
-pages with their sections first, and then drops the sections: three quarters of the time of a build.
-Here the sections are dropped once.
+The theme asks for the titles of all pages on every page. Sphinx copies the tables of contents of
+all pages with their sections first, and then drops the sections: three quarters of the time of a
+build. Here the sections are dropped once.
 """
 
 from __future__ import annotations

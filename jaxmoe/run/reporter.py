@@ -14,9 +14,8 @@ import numpy as np
 
 from jaxmoe.configs import to_json
 from jaxmoe.optional import require
-from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import TrackingConfig
+from jaxmoe.run.config import PretrainConfig, TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.history import RouterLoadRecorder, load_metrics
 from jaxmoe.tracking.jsonl import JsonlTracker, read_last_metrics

@@ -56,7 +56,7 @@ img.plot { display: block; width: 100%; height: auto; background: #fff; border-r
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem;
         font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 0.3rem 0.9rem 0.3rem 0; border-bottom: 1px solid var(--line);
-         vertical-align: top; overflow-wrap: anywhere; }
+         vertical-align: top; overflow-wrap: anywhere; min-width: 3.6rem; }
 th { color: var(--soft); font-weight: 500; overflow-wrap: normal; }
 tr:last-child > * { border-bottom: 0; }
 pre { margin: 0; font: 0.85rem/1.45 ui-monospace, monospace; white-space: pre-wrap;

@@ -4,8 +4,8 @@
 
     python -m tests.support.notebooks [NAME ...]
 
-runs the cells of `.docs/notebooks/NAME.ipynb` one after the other in an empty folder, and keeps what
-they print, the value of a last expression, and matplotlib's figures, as Jupyter would.
+runs the cells of `.docs/notebooks/NAME.ipynb` one after the other in an empty folder, and keeps
+what they print, the value of a last expression, and matplotlib's figures, as Jupyter would.
 """
 
 from __future__ import annotations
