@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configures Sphinx: pages in Markdown (MyST), theme furo, generated reference and tables.
+"""Configures Sphinx: pages in Markdown (MyST) and notebooks, theme furo, generated reference and tables.
 
 `make docs` builds the site into `.docs/_build/html` and fails on a warning.
 """
@@ -22,7 +22,8 @@ import reference_pages  # noqa: E402
 project = "jaxmoe"
 author = "The jaxmoe authors"
 copyright = "2026, The jaxmoe authors"
-extensions = ["myst_parser"]
+extensions = ["myst_nb", "sphinx_copybutton"]
+nb_execution_mode = "off"  # the outputs are in the files: tests/support/notebooks.py
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
