@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configures Sphinx: pages in Markdown (MyST) and notebooks, theme furo, generated reference and tables.
+"""Configures Sphinx: Markdown (MyST) and notebooks, theme furo, generated reference and tables.
 
 `make docs` builds the site into `.docs/_build/html` and fails on a warning.
 """

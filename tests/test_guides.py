@@ -152,10 +152,21 @@ def small(words, folder):
     }[words[2].removeprefix("experiments.")]
 
 
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 TRANSFER = (
     *("--points", "16", "32", "--arms", "standard", "--rates", "0.01", "0.02", "0.04"),
-    *("--seeds", "1", "--extend", "0", "--training.steps", "2", "--training.batch_size", "2"),
+    *(
+        "--budget",
+        "None",
+        "--seeds",
+        "1",
+        "--extend",
+        "0",
+        "--training.steps",
+        "2",
+        "--training.batch_size",
+        "2",
+    ),
 )
 HUB = {
     "mistralai/Mixtral-8x7B-v0.1": "mixtral",
@@ -208,18 +219,18 @@ def demo(tmp_path_factory):
     return folder
 
 
-def _environment(folder):
+def _environment(folder, devices):
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-    devices = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
+    places = {"XLA_FLAGS": FLAGS.format(devices), "JAX_PLATFORMS": "cpu"}
     path = os.pathsep.join([str(ROOT), str(folder)])
-    return os.environ | offline | devices | {"HF_HOME": str(folder / "cache"), "PYTHONPATH": path}
+    return os.environ | offline | places | {"HF_HOME": str(folder / "cache"), "PYTHONPATH": path}
 
 
-def _run(words, folder):
+def _run(words, folder, devices=1):
     done = subprocess.run(
         [sys.executable, *words[1:], *small(words, folder)],
         cwd=folder,
-        env=_environment(folder),
+        env=_environment(folder, devices),
         input="1+5=\n",
         capture_output=True,
         text=True,
@@ -244,7 +255,7 @@ def _serving(words, folder):
     with subprocess.Popen(
         [sys.executable, *words[1:], *small(words, folder)],
         cwd=folder,
-        env=_environment(folder) | {"XLA_FLAGS": ""},
+        env=_environment(folder, 1),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -261,6 +272,7 @@ def _serving(words, folder):
 @pytest.mark.rows(8)
 @pytest.mark.parametrize("guide", [guide for guide in GUIDES if SHELL.search(GUIDES[guide])])
 def test_the_commands_of_a_guide_run_as_they_stand(guide, demo):
+    devices = 8 if guide == "gpus_and_tpus" else 1
     with contextlib.ExitStack() as stack:
         address = None
         for words in commands(guide):
@@ -278,4 +290,4 @@ def test_the_commands_of_a_guide_run_as_they_stand(guide, demo):
             elif words[2] == "experiments.serve":
                 address = stack.enter_context(_serving(words, demo))
             else:
-                _run(words, demo)
+                _run(words, demo, devices)

@@ -70,7 +70,7 @@ def _execute(source: str, namespace: dict[str, Any], number: int) -> list[dict[s
     if text := printed.getvalue():
         lines = text.splitlines(keepends=True)
         outputs.append({"output_type": "stream", "name": "stdout", "text": lines})
-    if value is not None:
+    if value is not None and not source.rstrip().endswith(";"):
         data = {"text/plain": [repr(value)]}
         outputs.append(
             {"output_type": "execute_result", "execution_count": number}
