@@ -182,7 +182,8 @@ def write_hub(cache):
     for name, family in HUB.items():
         place = cache / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = place / "snapshots" / ("0" * 40)
-        build({**CONFIGS[family], "vocab_size": size}).save_pretrained(snapshot)
+        config = {**CONFIGS[family], "vocab_size": size, "eos_token_id": size - 1}
+        build(config).save_pretrained(snapshot)
         (snapshot / "tokenizer.json").write_text(json.dumps(tokenizer))
         (place / "refs").mkdir()
         (place / "refs" / "main").write_text("0" * 40)
