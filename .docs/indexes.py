@@ -43,7 +43,7 @@ def first_sentence(page: str) -> str:
     for paragraph in _FENCE.sub("", page).split("\n\n"):
         text = " ".join(paragraph.split())
         if text and not text.startswith(("#", "|", "-", "!", "    ")):
-            return _cell(re.split(r"(?<=[.!?:])\s", text)[0])
+            return _cell(re.split(r"(?<=[.!?])\s", text)[0])
     return ""
 
 

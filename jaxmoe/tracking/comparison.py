@@ -185,7 +185,7 @@ def training_curve(run: ComparedRun, unit: str) -> tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Column:
+class ComparedNumber:
     """One number of every run."""
 
     label: str
@@ -194,20 +194,15 @@ class _Column:
     cells: Sequence[str]
 
 
-def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
-    """Return labels of numbers, each with a cell per run."""
-    return [(column.label, *column.cells) for column in _columns(runs)]
-
-
-def _columns(runs: Sequence[ComparedRun]) -> list[_Column]:
+def final_numbers(runs: Sequence[ComparedRun]) -> list[ComparedNumber]:
     """Return the numbers of the table that at least one run knows."""
     unit, _ = bits_unit(runs)
 
-    def column(label: str, values: Sequence[Any], spell: Callable[[Any], Any]) -> _Column:
+    def column(label: str, values: Sequence[Any], spell: Callable[[Any], Any]) -> ComparedNumber:
         cells = ["-" if value is None else html_page.spell(spell(value)) for value in values]
-        return _Column(label=label, values=values, cells=cells)
+        return ComparedNumber(label=label, values=values, cells=cells)
 
-    def summary_column(label: str, name: str, spell: Callable[[Any], Any]) -> _Column:
+    def summary_column(label: str, name: str, spell: Callable[[Any], Any]) -> ComparedNumber:
         return column(label, [run.summary.get(name) for run in runs], spell)
 
     held = [held_out(run.summary) for run in runs]
@@ -221,7 +216,7 @@ def _columns(runs: Sequence[ComparedRun]) -> list[_Column]:
         summary_column("status", "status", str),
         summary_column("steps", "steps", int),
         summary_column("tokens", "tokens", format_count),
-        _Column(
+        ComparedNumber(
             label="held-out loss",
             values=[bits for bits, _ in held],
             cells=["-" if bits is None else f"{bits:.4f} {name}" for bits, name in held],
@@ -253,7 +248,7 @@ def _columns(runs: Sequence[ComparedRun]) -> list[_Column]:
 def _run_table(runs: Sequence[ComparedRun]) -> str:
     """Return the table with a row per run; a click on a heading sorts it."""
     names = [run.name for run in runs]
-    columns = [_Column(label="run", values=names, cells=names), *_columns(runs)]
+    columns = [ComparedNumber(label="run", values=names, cells=names), *final_numbers(runs)]
     head = "".join(
         f'<th scope="col"><button type="button">{html_page.escape(column.label)}</button></th>'
         for column in columns
@@ -332,10 +327,10 @@ def _scripts(runs: Sequence[ComparedRun]) -> str:
         series.append(
             {
                 "name": run.name,
-                "x": [_rounded(axis.position(run, steps)) for axis in AXES],
-                "y": _rounded(bits),
-                "held_x": [_rounded(axis.position(run, held_steps)) for axis in AXES],
-                "held_y": _rounded(held_bits),
+                "x": [_json_numbers(axis.position(run, steps)) for axis in AXES],
+                "y": _json_numbers(bits),
+                "held_x": [_json_numbers(axis.position(run, held_steps)) for axis in AXES],
+                "held_y": _json_numbers(held_bits),
             }
         )
     axes = [{"name": axis.name, "label": axis.label} for axis in AXES]
@@ -349,7 +344,7 @@ def _scripts(runs: Sequence[ComparedRun]) -> str:
     )
 
 
-def _rounded(values: np.ndarray | None) -> list[float | None] | None:
+def _json_numbers(values: np.ndarray | None) -> list[float | None] | None:
     """Return numbers for JSON with six digits; those that are not finite are None."""
     if values is None:
         return None

@@ -423,6 +423,6 @@ def test_runs_with_unknown_bytes_are_compared_by_token():
     runs = [compared("a"), compared("b", bytes_per_token=None)]
     assert bits_unit(runs) == ("bits per token", BITS_PER_TOKEN)
     assert bits_unit(runs[:1]) == ("bits per byte", BITS_PER_BYTE)
-    rows = {cells[0]: cells[1:] for cells in final_numbers(runs)}
+    rows = {number.label: tuple(number.cells) for number in final_numbers(runs)}
     assert rows["MFU"] == ("41.2%", "41.2%") and rows["held-out loss"][0] == "2.0000 bits/byte"
     assert "mesh" not in rows  # unknown in all runs
