@@ -81,7 +81,7 @@ accelerator: $(DEVICE)
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell jaxmoe sharding pallas_kernels experiments tests .docs/*.md .docs/*.py .docs/concepts README.md CHANGELOG.md
+	$(BIN)/codespell jaxmoe sharding pallas_kernels experiments tests .docs/*.md .docs/*.py .docs/concepts .docs/guides README.md CHANGELOG.md
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs-packages: $(DOCS)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configures Sphinx: pages in Markdown (MyST), theme furo, generated reference and tables.
+"""Configures Sphinx: Markdown (MyST) and notebooks, theme furo, generated reference and tables.
 
 `make docs` builds the site into `.docs/_build/html` and fails on a warning.
 """
@@ -15,13 +15,15 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import combination_page  # noqa: E402  (after the path that it is found on)
 import flag_tables  # noqa: E402
+import navigation  # noqa: E402
 import package_pages  # noqa: E402
 import reference_pages  # noqa: E402
 
 project = "jaxmoe"
 author = "The jaxmoe authors"
 copyright = "2026, The jaxmoe authors"
-extensions = ["myst_parser"]
+extensions = ["myst_nb", "sphinx_copybutton"]
+nb_execution_mode = "off"  # the outputs are in the files: tests/support/notebooks.py
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
@@ -41,5 +43,6 @@ def write_generated_pages(app) -> None:
 
 
 def setup(app) -> None:
-    """Connect the generator to the start of a build."""
+    """Connect the generators to the events of a build."""
     app.connect("builder-inited", write_generated_pages)
+    navigation.connect(app)

@@ -7,13 +7,16 @@ To add a command: a row in COMMANDS of .docs/flag_tables.py
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import inspect
 import pathlib
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from indexes import first_line, index_page
 
 from jaxmoe.configs import alternatives, config_classes, field_types, is_config, registry_name
 from jaxmoe.field_docs import field_docs
@@ -66,41 +69,87 @@ COMMANDS = {
 """The config class of each command; `describe` and `data` take the flags of `pretrain`."""
 
 
+INTRODUCTION = """\
+A field of a config is `--dotted.field value`. A member of a union is `dotted.field:name` or
+`--dotted.field name`; the fields of the member follow under the same path. `describe` and
+`data inspect` take the flags of `pretrain`."""
+
+
 def write(target: pathlib.Path) -> None:
     """Write one page per command, and an index of them.
+
+    A table that an earlier page has is left out, with a link to that page.
 
     Args:
         target: Folder of the generated pages; created when it does not exist.
     """
     target.mkdir(parents=True, exist_ok=True)
-    names = []
+    entries = {}
+    origins: dict[str, str] = {}
     for command, where in COMMANDS.items():
-        module, _, name = where.partition(":")
-        cls = getattr(importlib.import_module(module), name)
-        page = command.replace(" ", "_").replace("-", "")
-        names.append(page)
-        text = [f"# `{command}`", "", f"`python -m experiments.{command}`", ""]
-        text += _tables(cls)
-        (target / f"{page}.md").write_text("\n".join(text) + "\n", encoding="utf-8")
-    lines = [
-        "# Flags",
-        "",
-        "A field of a config is `--dotted.field value`. A member of a union is",
-        "`dotted.field:name` or `--dotted.field name`; the fields of the member follow under the",
-        "same path. `describe` and `data inspect` take the flags of `pretrain`.",
-        "",
-        "```{toctree}",
-        ":maxdepth: 1",
-        "",
-        *names,
-        "```",
-        "",
-    ]
-    (target / "index.md").write_text("\n".join(lines), encoding="utf-8")
+        page = page_of(command)
+        entries[page] = about(command, where)
+        tables = list(_tables(_config_class(where)))
+        new = [(title, text) for title, text in tables if origins.setdefault(text, page) == page]
+        shared = collections.defaultdict(list)
+        for title, text in tables:
+            if origins[text] != page:
+                shared[origins[text]].append(title)
+        text = "\n".join([*_head(command), *(text for _, text in new), *_links(shared)])
+        (target / f"{page}.md").write_text(text + "\n", encoding="utf-8")
+    index = index_page("Flags", entries, INTRODUCTION)
+    (target / "index.md").write_text(index, encoding="utf-8")
 
 
-def _tables(cls: type) -> Iterator[str]:
-    """Yield a table for the fields of a config, and one for each config below it."""
+def whole_pages() -> dict[str, str]:
+    """Return every flag of each command, by the name of its page."""
+    return {
+        page_of(command): "\n".join(text for _, text in _tables(_config_class(where)))
+        for command, where in COMMANDS.items()
+    }
+
+
+def page_of(command: str) -> str:
+    """Return the name of the page of a command."""
+    return command.replace(" ", "_").replace("-", "")
+
+
+def about(command: str, where: str) -> str:
+    """Return what a command does, in one line.
+
+    Args:
+        command: Its name, with that of its part if it has several.
+        where: Module and class of its config.
+    """
+    folder = pathlib.Path(importlib.import_module("experiments").__path__[0])
+    own_file = folder / f"{command}.py"
+    if not own_file.exists():
+        own_file = folder / command / "__main__.py"
+    if not own_file.exists():
+        own_file = pathlib.Path(str(importlib.import_module(where.partition(":")[0]).__file__))
+    return first_line(own_file)
+
+
+def _config_class(where: str) -> type:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _head(command: str) -> list[str]:
+    return [f"# `{command}`", "", f"`python -m experiments.{command}`", ""]
+
+
+def _links(shared: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield the links to the pages that have the other tables."""
+    if shared:
+        yield from ("## Flags of other pages", "")
+    for page, titles in shared.items():
+        yield f"As on the page of [{page}]({page}.md): " + ", ".join(f"`{t}`" for t in titles) + "."
+        yield ""
+
+
+def _tables(cls: type) -> Iterator[tuple[str, str]]:
+    """Yield title and text of a table for the fields of a config, and of each config below it."""
     queue: list[tuple[str, str, type]] = [("", "", cls)]
     while queue:
         path, choice, current = queue.pop(0)
@@ -115,13 +164,14 @@ def _tables(cls: type) -> Iterator[str]:
                 queue.append((flags, title, member))
             if len(members) != 1 or registry_name(members[0]) is not None:
                 rows.append(_row(current, name, here, hint, members))
+        lines = []
         if path:
-            yield f"## {choice}"
-            yield ""
-            yield _escaped((inspect.getdoc(current) or "").split("\n\n")[0])
-            yield ""
+            summary = (inspect.getdoc(current) or "").split("\n\n")[0]
+            lines += [f"## {choice}", "", _escaped(summary), ""]
         if rows:
-            yield from ("| flag | default | meaning |", "| --- | --- | --- |", *rows, "")
+            lines += ["| flag | default | meaning |", "| --- | --- | --- |", *rows, ""]
+        if lines:
+            yield choice or "the command itself", "\n".join(lines)
 
 
 def _row(cls: type, name: str, path: str, hint: Any, members: list[Any]) -> str:

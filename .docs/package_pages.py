@@ -8,6 +8,8 @@ import os
 import pathlib
 import re
 
+from indexes import first_sentence, index_page
+
 PACKAGES = ("jaxmoe", "sharding", "pallas_kernels", "experiments")
 
 _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
@@ -31,9 +33,10 @@ def write(root: pathlib.Path, target: pathlib.Path) -> None:
     for readme, name in pages.items():
         text = readme.read_text(encoding="utf-8")
         (target / f"{name}.md").write_text(_relinked(text, readme, pages, root), encoding="utf-8")
-    entries = [f"{name} <{name}>" for name in pages.values()]
-    lines = ["# Packages", "", "```{toctree}", ":maxdepth: 1", "", *entries, "```", ""]
-    (target / "index.md").write_text("\n".join(lines), encoding="utf-8")
+    entries = {
+        name: first_sentence(readme.read_text(encoding="utf-8")) for readme, name in pages.items()
+    }
+    (target / "index.md").write_text(index_page("Packages", entries), encoding="utf-8")
 
 
 def _relinked(

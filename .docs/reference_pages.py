@@ -9,6 +9,8 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+from indexes import first_line, index_page
+
 PACKAGES = ("jaxmoe", "sharding", "pallas_kernels", "experiments")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):\s*$")
 _ITEM = re.compile(r"^(\**[\w.\[\], ]+):\s+(.*)$")
@@ -22,16 +24,15 @@ def write(root: pathlib.Path, target: pathlib.Path) -> None:
         target: Folder of the generated pages; created when it does not exist.
     """
     target.mkdir(parents=True, exist_ok=True)
-    names = []
+    entries = {}
     for package in PACKAGES:
         folders = {path.parent for path in (root / package).rglob("*.py")}
         for folder in sorted(folders):
             name = ".".join(folder.relative_to(root).parts)
-            names.append(name)
+            entries[name] = first_line(folder / "__init__.py")
             text = "\n".join(_package(folder, root))
             (target / f"{name}.md").write_text(text, encoding="utf-8")
-    lines = ["# API reference", "", "```{toctree}", ":maxdepth: 1", "", *names, "```", ""]
-    (target / "index.md").write_text("\n".join(lines), encoding="utf-8")
+    (target / "index.md").write_text(index_page("API reference", entries), encoding="utf-8")
 
 
 def _package(folder: pathlib.Path, root: pathlib.Path) -> Iterator[str]:

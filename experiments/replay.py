@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
 def format_findings(findings: dict[str, Any]) -> str:
     """Return the batch, its worst arrays and its worst rows as tables."""
     limit = findings["norm_limit"]
-    bound = f", of which {limit:.4g} is the bound" if math.isfinite(limit) else ""
+    bound = ""
+    if math.isfinite(limit):
+        bound = f" ({findings['judged_norm']:.4g} without embeddings, whose bound is {limit:.4g})"
     bad = findings["not_finite"]
     lines = [
         f"step {findings['refused_step']}, with the parameters of step"

@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -24,6 +25,7 @@ from experiments.cli import flags as cli
 from experiments.cli.hints import MODEL_COMMANDS
 from experiments.recipes import DEFAULT, RECIPES
 from experiments.studies.transfer import config as transfer
+from jaxmoe import catalog
 from jaxmoe.routing import METHODS
 from jaxmoe.run.plan import make_plan
 from tests.support.source_tree import PACKAGES, ROOT
@@ -48,7 +50,8 @@ print(json.dumps(failed), file=sys.stderr)
 def scripts() -> dict[str, str]:
     """Return the Python blocks of each page, with lines numbered as in the page."""
     pages = [ROOT / "README.md", *sorted((ROOT / ".docs").glob("*.md"))]
-    pages += sorted((ROOT / ".docs" / "concepts").glob("*.md"))
+    for folder in ("guides", "concepts"):
+        pages += sorted((ROOT / ".docs" / folder).glob("*.md"))
     pages += sorted(path for package in PACKAGES for path in (ROOT / package).rglob("README.md"))
     found = {}
     for page in pages:
@@ -126,9 +129,8 @@ def flag_pages(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / ".docs"))
         import flag_tables
-    target = tmp_path_factory.mktemp("flags")
-    flag_tables.write(target)
-    return {page.stem: page.read_text(encoding="utf-8") for page in target.glob("*.md")}
+    flag_tables.write(tmp_path_factory.mktemp("flags"))
+    return flag_tables.whole_pages()
 
 
 def test_the_flag_tables_and_the_reference_cover_the_sources(tmp_path, monkeypatch, flag_pages):
@@ -299,3 +301,52 @@ def test_pretrain_commands_of_the_tables_can_be_typed_as_they_are(page):
         except (SystemExit, ValueError) as error:
             faults.append(f"{code}: {error}")
     assert count > 20 and not faults, "\n".join(faults)
+
+
+DOCKERFILE = ROOT / ".docker" / "cuda.Dockerfile"
+
+
+def test_the_container_installs_what_is_there():
+    """Its files, its extras, the command, and an interpreter with pinned packages."""
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    copied = [word for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for word in line.split()]
+    assert {*PACKAGES, "constraints.txt", "pyproject.toml"} <= {*copied}
+    assert all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.search(r"'\.\[(.+)\]'", text)[1].split(",")
+    assert "cuda" in extras and {*extras} <= {*project["optional-dependencies"]}
+    (command,) = json.loads(re.search(r"^ENTRYPOINT (.+)$", text, re.M)[1])
+    assert command in project["scripts"]
+    assert json.loads(re.search(r"^CMD (.+)$", text, re.M)[1])[0] in commands()
+    assert re.search(r"^FROM python:3\.1[123]-slim$", text, re.M)
+
+
+WRITTEN = re.compile(
+    r"(\d+|Thirteen)\s(routers|selection biases|balancing losses|named methods|methods of workers"
+    r"|features)"
+)
+NUMBERS = {"Thirteen": 13}
+
+
+def test_numbers_of_members_on_pages_are_those_of_the_catalogue():
+    """Choices are counted where they are listed, in the README and on the page of routing."""
+    counts = {
+        "routers": len(catalog.names("router")),
+        "selection biases": len(catalog.names("bias")),
+        "balancing losses": len(catalog.names("balancer")),
+        "named methods": len(METHODS),
+        "methods of workers": len({*catalog.names("replicas")} - {"none"}),
+        "features": len(FEATURE.findall(FEATURES.read_text(encoding="utf-8"))),
+    }
+    pages = [ROOT / "README.md", *(ROOT / ".docs").glob("*.md"), *(ROOT / ".docs").glob("*/*.md")]
+    shown = [
+        (page.name, NUMBERS.get(number) or int(number), kind)
+        for page in pages
+        for number, kind in WRITTEN.findall(page.read_text(encoding="utf-8"))
+    ]
+    wrong = [row for row in shown if counts[row[2]] != row[1]]
+    assert len(shown) >= 7 and not wrong, (wrong, counts)
+    routing = (ROOT / ".docs" / "concepts" / "routing.md").read_text(encoding="utf-8")
+    for kind, part in (("router", "router"), ("bias", "bias"), ("balancer", "balancers")):
+        row = re.search(rf"^\| {part} \| `[^`]+` \| (.+) \|$", routing, re.MULTILINE)[1]
+        assert {*re.findall(r"`(\w+)`", row)} == {*catalog.names(kind)}, kind

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmoe.configs import to_json
 from jaxmoe.optional import require
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import TrackingConfig
+from jaxmoe.run.config import PretrainConfig, TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.tracking.history import RouterLoadRecorder, load_metrics
 from jaxmoe.tracking.jsonl import JsonlTracker, read_last_metrics
@@ -149,6 +149,7 @@ class Reporter:
         self._parts = parts
         self.skipped = 0
         """Number of steps refused by the guard in this start."""
+        self._has_explained = False
         self.flops_per_token = plan.flops_per_token
         """Model FLOPs of a training step per token."""
         self._seconds = self._tokens = 0.0
@@ -232,7 +233,12 @@ class Reporter:
                 values |= self._log_load(step, load, self._loads)
             self._files.log(step, values)
         for refused in _refused_in_a_row(report, self._training.step_guard.max_skipped):
-            self._console.log_text(refused[0][0], "warning", _skip_text(refused))
+            step = refused[0][0]
+            self._console.log_text(step, "warning", _skip_text(refused))
+            if not self._has_explained:
+                config = self._assembly.plan.config
+                self._console.log_text(step, "note", _skip_explanation(config))
+                self._has_explained = True
         self._console.show({}, load)
         self._console.log(report.steps[-1], self.last)
 
@@ -363,7 +369,7 @@ def _skip_text(refused: list[tuple[int, StepMetrics]]) -> str:
     """Return the message about refused steps, with the cause of the first."""
     (first, metrics), (last, latest) = refused[0], refused[-1]
     loss = float(metrics.loss)
-    norm = float(metrics.grad_norm)
+    norm = float(metrics.grad_norm if metrics.judged_norm is None else metrics.judged_norm)
     limit = math.inf if metrics.norm_limit is None else float(metrics.norm_limit)
     cause = "loss" if not math.isfinite(loss) else "gradient norm or new state"
     cause = f"the {cause} is not finite"
@@ -374,3 +380,25 @@ def _skip_text(refused: list[tuple[int, StepMetrics]]) -> str:
         f"{cause} (loss {loss:g}, gradient norm {norm:g}); {which} changed"
         f" nothing ({int(latest.skipped_in_a_row)} in a row)"
     )
+
+
+def _skip_explanation(config: PretrainConfig) -> str:
+    """Return what refused steps are and what to do, for someone who has not met one."""
+    guard = config.training.step_guard
+    sentences = [
+        "A step is refused when one batch would change the model far more than the batches before"
+        " it, or to numbers that are not finite. The batch is left out and training goes on."
+        " One refused step now and then needs nothing."
+    ]
+    if guard.max_norm_ratio is not None:
+        sentences.append(
+            f"The bound is training.guard.max_norm_ratio={guard.max_norm_ratio:g} times the median"
+            " gradient norm of the last steps; None has no bound."
+        )
+    after = "goes back to a checkpoint" if guard.rollbacks else "ends"
+    sentences.append(
+        f"After training.guard.max_skipped={guard.max_skipped} in a row the run {after}."
+        f" If it happens often, lower optimizer.learning_rate={config.optimizer.learning_rate:g},"
+        " or lengthen schedule.warmup_steps."
+    )
+    return "\n".join(sentences)

@@ -2,16 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes an HTML page that compares several runs.
 
-Every loss curve is drawn over steps, tokens, FLOPs and time, behind a switch, and a table has the
-loss of each run at equal cost. A run without known FLOPs or time is left out of that chart only.
+Every loss curve is drawn over steps, tokens, FLOPs and time, behind a switch: curves can be hidden,
+and a part of them enlarged. A table, sorted by any column, has the loss of each run at equal cost.
+A run without known FLOPs or time is left out of that chart only. The page holds the chart library
+(`uplot/`) and fetches nothing; a browser without scripts shows the same curves as pictures.
 `experiments/report.py` reads the files. The page of one run is in `report.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +27,8 @@ from jaxmoe.tracking.charts import Line, line_chart, plain_number
 from jaxmoe.tracking.console import format_bytes, format_count, format_duration, format_flops
 from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.load_map import load_picture, load_style
-from jaxmoe.tracking.report import MFU_DEFINITION, held_out
-from jaxmoe.tracking.smoothing import smooth
+from jaxmoe.tracking.report import MFU_DEFINITION, held_out, training_bits
+from jaxmoe.tracking.smoothing import smooth, thin_curve
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
     BITS_PER_TOKEN,
@@ -40,6 +44,16 @@ STYLE = """
 .switch > input:checked + label { border-color: var(--accent); color: var(--accent); }
 .switch > input:focus-visible + label { outline: 2px solid var(--accent); }
 .switch > .view { display: none; }
+#axes button { font: inherit; font-size: 0.88rem; padding: 0.15rem 0.9rem; cursor: pointer;
+  margin: 0 0.3rem 0.8rem 0; border: 1px solid var(--line); border-radius: 1rem;
+  background: none; color: inherit; }
+#axes button[aria-pressed=true] { border-color: var(--accent); color: var(--accent); }
+.uplot .u-legend { text-align: left; font-size: 0.85rem; } .uplot .u-legend .held { display: none; }
+.sortable th, .sortable td { white-space: nowrap; }
+.sortable th button { font: inherit; color: inherit; background: none; border: 0; padding: 0;
+  cursor: pointer; text-align: left; }
+.sortable th[aria-sort=ascending] button::after { content: " \\2191"; }
+.sortable th[aria-sort=descending] button::after { content: " \\2193"; }
 """ + "\n".join(f"#by{n}:checked ~ .view{n} {{ display: block; }}" for n in range(4))
 
 
@@ -127,9 +141,9 @@ def write_comparison(
         lines = "".join(f"<p>{html_page.escape(note)}</p>" for note in notes)
         sections.append(html_page.section("Notes", lines))
     unit, _ = bits_unit(runs)
-    sections.append(html_page.section(f"Loss, {unit}", _switch(runs)))
+    sections.append(html_page.section(f"Loss, {unit}", _curves(runs)))
     heading = "At the end, and at equal cost"
-    sections.append(html_page.section(heading, html_page.table(["", *names], final_numbers(runs))))
+    sections.append(html_page.section(heading, _run_table(runs)))
     if differing:
         rows = [(path, *values) for path, values in differing.items()]
         content = html_page.table(["field", *names], rows)
@@ -151,7 +165,8 @@ def write_comparison(
         loads = html_page.pair(*pictures) + scale
         sections.append(html_page.section("Load of the experts at the last step", loads))
     sections.append(f'<p class="soft small">{html_page.escape(MFU_DEFINITION)}</p>\n')
-    style = load_style(8) + STYLE
+    sections.append(_scripts(runs))
+    style = load_style(8) + _file("uplot/uPlot.min.css") + STYLE
     replace_file(path, html_page.page(title, sections, style=style))
 
 
@@ -162,54 +177,94 @@ def bits_unit(runs: Sequence[ComparedRun]) -> tuple[str, str]:
     return "bits per token", BITS_PER_TOKEN
 
 
-def training_bits(run: ComparedRun, unit: str) -> tuple[np.ndarray, np.ndarray]:
+def training_curve(run: ComparedRun, unit: str) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and smoothed training loss."""
     steps, nats = run.series[LOSS]
     per = (run.bytes_per_token or 1.0) if unit == "bits per byte" else 1.0
     return steps, smooth(nats / math.log(2.0) / per)
 
 
-def final_numbers(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
-    """Return the rows of the table: a label, and a cell per run."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedNumber:
+    """One number of every run."""
 
-    def row(label: str, cell: Callable[[ComparedRun], Any]) -> tuple[str, ...]:
-        return (label, *(html_page.spell(cell(run)) for run in runs))
+    label: str
+    values: Sequence[Any]
+    """By which runs are sorted; None where it is not known."""
+    cells: Sequence[str]
 
-    def find_known(name: str, spell: Callable[[Any], Any]) -> Callable[[ComparedRun], Any]:
-        def cell(run: ComparedRun) -> Any:
-            value = run.summary.get(name)
-            return None if value is None else spell(value)
 
-        return cell
-
-    rows = [
-        row("status", find_known("status", str)),
-        row("steps", find_known("steps", int)),
-        row("tokens", find_known("tokens", format_count)),
-        row("held-out loss", lambda run: _held_out_text(run.summary)),
-        row("training loss, nats/token", find_known("final_loss", "{:.4f}".format)),
-    ]
+def final_numbers(runs: Sequence[ComparedRun]) -> list[ComparedNumber]:
+    """Return the numbers of the table that at least one run knows."""
     unit, _ = bits_unit(runs)
+
+    def column(label: str, values: Sequence[Any], spell: Callable[[Any], Any]) -> ComparedNumber:
+        cells = ["-" if value is None else html_page.spell(spell(value)) for value in values]
+        return ComparedNumber(label=label, values=values, cells=cells)
+
+    def summary_column(label: str, name: str, spell: Callable[[Any], Any]) -> ComparedNumber:
+        return column(label, [run.summary.get(name) for run in runs], spell)
+
+    held = [held_out(run.summary) for run in runs]
+    training = [
+        training_bits(
+            {**run.summary, "bytes_per_token": run.bytes_per_token}, unit.replace(" per ", "/")
+        )
+        for run in runs
+    ]
+    columns = [
+        summary_column("status", "status", str),
+        summary_column("steps", "steps", int),
+        summary_column("tokens", "tokens", format_count),
+        ComparedNumber(
+            label="held-out loss",
+            values=[bits for bits, _ in held],
+            cells=["-" if bits is None else f"{bits:.4f} {name}" for bits, name in held],
+        ),
+        column(f"training loss, {unit}", training, "{:.4f}".format),
+    ]
     for axis in AXES[1:]:
         budget, losses = at_equal_cost(runs, axis.name)
         if budget is not None:
             label = f"training loss, {unit}, at {axis.spell(budget)}"
             label += {"tokens": " tokens", "time": " of training"}.get(axis.name, "")
-            rows.append((label, *("-" if x is None else f"{x:.4f}" for x in losses)))
-    rows += [
-        row("tokens per second", find_known("tokens_per_second", format_count)),
-        row("MFU", find_known("mfu", "{:.1%}".format)),
-        row("parameters", find_known("parameters_total", format_count)),
-        row("active parameters", find_known("parameters_active", format_count)),
-        row("model FLOPs per token", find_known("model_flops_per_token", format_flops)),
-        row("training time", find_known("trained_seconds", format_duration)),
-        row("compiling", find_known("compile_seconds", "{:.1f} s".format)),
-        row("peak memory", find_known("peak_memory_bytes", format_bytes)),
-        row("max violation", find_known("router_max_violation", "{:.2f}".format)),
-        row("dropped", find_known("router_dropped_fraction", "{:.1%}".format)),
-        row("mesh", find_known("mesh", dict)),
+            columns.append(column(label, losses, "{:.4f}".format))
+    columns += [
+        summary_column("tokens per second", "tokens_per_second", format_count),
+        summary_column("MFU", "mfu", "{:.1%}".format),
+        summary_column("parameters", "parameters_total", format_count),
+        summary_column("active parameters", "parameters_active", format_count),
+        summary_column("model FLOPs per token", "model_flops_per_token", format_flops),
+        summary_column("training time", "trained_seconds", format_duration),
+        summary_column("compiling", "compile_seconds", "{:.1f} s".format),
+        summary_column("peak memory", "peak_memory_bytes", format_bytes),
+        summary_column("max violation", "router_max_violation", "{:.2f}".format),
+        summary_column("dropped", "router_dropped_fraction", "{:.1%}".format),
+        summary_column("mesh", "mesh", dict),
     ]
-    return [cells for cells in rows if set(cells[1:]) != {"-"}]
+    return [column for column in columns if set(column.cells) != {"-"}]
+
+
+def _run_table(runs: Sequence[ComparedRun]) -> str:
+    """Return the table with a row per run; a click on a heading sorts it."""
+    names = [run.name for run in runs]
+    columns = [ComparedNumber(label="run", values=names, cells=names), *final_numbers(runs)]
+    head = "".join(
+        f'<th scope="col"><button type="button">{html_page.escape(column.label)}</button></th>'
+        for column in columns
+    )
+    rows = []
+    for place in range(len(runs)):
+        cells = []
+        for column in columns:
+            value = column.values[place]
+            key = "" if value is None else f' data-value="{html_page.escape(value)}"'
+            cells.append(f"<td{key}>{html_page.escape(column.cells[place])}</td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        f'<table class="sortable"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
 
 
 def at_equal_cost(
@@ -236,11 +291,69 @@ def at_equal_cost(
         if x is None:
             losses.append(None)
             continue
-        _, bits = training_bits(run, unit)
+        _, bits = training_curve(run, unit)
         finite = np.isfinite(bits)
         has_any = bool(finite.any())
         losses.append(float(np.interp(budget, x[finite], bits[finite])) if has_any else None)
     return budget, losses
+
+
+def _curves(runs: Sequence[ComparedRun]) -> str:
+    """Return the place of the interactive chart, and pictures for browsers without scripts."""
+    buttons = "".join(f'<button type="button">by {axis.name}</button>' for axis in AXES)
+    help_text = (
+        "Smoothed training loss; dots: held out. Drag over a part to enlarge it, double-click to"
+        " see all again; click a name of the legend to hide its curve."
+    )
+    absent = [
+        f"Not known by {axis.name}: {', '.join(names)}."
+        for axis in AXES
+        if (names := [r.name for r in runs if axis.position(r, r.series[LOSS][0]) is None])
+    ]
+    note = html_page.escape(" ".join([help_text, *absent]))
+    return (
+        f'<div id="axes">{buttons}</div><div id="chart"></div>'
+        f'<p class="soft small">{note}</p><noscript>{_switch(runs)}</noscript>'
+    )
+
+
+def _scripts(runs: Sequence[ComparedRun]) -> str:
+    """Return the curves as JSON, the chart library with its licence, and what draws with it."""
+    unit, metric = bits_unit(runs)
+    series = []
+    for run in runs:
+        steps, bits = thin_curve(*training_curve(run, unit))
+        held_steps, held_bits = run.series.get(metric, (np.zeros(0), np.zeros(0)))
+        series.append(
+            {
+                "name": run.name,
+                "x": [_json_numbers(axis.position(run, steps)) for axis in AXES],
+                "y": _json_numbers(bits),
+                "held_x": [_json_numbers(axis.position(run, held_steps)) for axis in AXES],
+                "held_y": _json_numbers(held_bits),
+            }
+        )
+    axes = [{"name": axis.name, "label": axis.label} for axis in AXES]
+    text = json.dumps({"unit": unit, "axes": axes, "runs": series}).replace("<", "\\u003c")
+    library = _file("uplot/uPlot.iife.min.js").partition("\n")[2]  # its first line is an address
+    licence = _file("uplot/LICENSE")
+    return (
+        f'<script id="series" type="application/json">{text}</script>\n'
+        f"<script>/* uPlot 1.6.32\n\n{licence}*/\n{library}</script>\n"
+        f"<script>{_file('comparison.js')}</script>\n"
+    )
+
+
+def _json_numbers(values: np.ndarray | None) -> list[float | None] | None:
+    """Return numbers for JSON with six digits; those that are not finite are None."""
+    if values is None:
+        return None
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+def _file(name: str) -> str:
+    """Return the text of a file of this folder."""
+    return (pathlib.Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def _switch(runs: Sequence[ComparedRun]) -> str:
@@ -262,7 +375,7 @@ def _chart(runs: Sequence[ComparedRun], axis: _StepAxis) -> str:
     lines = []
     absent = []
     for color, run in enumerate(runs):
-        steps, bits = training_bits(run, unit)
+        steps, bits = training_curve(run, unit)
         x = axis.position(run, steps)
         if x is None:
             absent.append(run.name)
@@ -286,8 +399,3 @@ def _record(run: ComparedRun, name: str, steps: np.ndarray) -> np.ndarray | None
         return None
     recorded_steps, values = run.series[name]
     return np.interp(steps, recorded_steps, values)
-
-
-def _held_out_text(summary: Mapping[str, Any]) -> str | None:
-    bits, unit = held_out(summary)
-    return None if bits is None else f"{bits:.4f} {unit}"

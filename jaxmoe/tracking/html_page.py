@@ -56,10 +56,17 @@ img.plot { display: block; width: 100%; height: auto; background: #fff; border-r
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem;
         font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 0.3rem 0.9rem 0.3rem 0; border-bottom: 1px solid var(--line);
-         vertical-align: top; overflow-wrap: anywhere; }
-th { color: var(--soft); font-weight: 500; } tr:last-child > * { border-bottom: 0; }
+         vertical-align: top; overflow-wrap: anywhere; min-width: 3.6rem; }
+th { color: var(--soft); font-weight: 500; overflow-wrap: normal; }
+tr:last-child > * { border-bottom: 0; }
 pre { margin: 0; font: 0.85rem/1.45 ui-monospace, monospace; white-space: pre-wrap;
       overflow-wrap: anywhere; }
+.lead { font-size: 1.05rem; max-width: 46rem; margin: 0.8rem 0 0; } .narrow { display: none; }
+@media (max-width: 40rem) {
+  body { padding: 1rem 0.75rem 2rem; } .card { padding: 0.75rem; }
+  .cards { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: 0.5rem; }
+  .cards dd { font-size: 1.2rem; } .legend { margin-left: 0; }
+  .wide { display: none; } .narrow { display: block; } }
 summary { cursor: pointer; color: var(--accent); }
 details > pre, details > dl { margin-top: 0.8rem; }
 @media print { body { max-width: none; padding: 0; } .card { break-inside: avoid; } }
@@ -69,16 +76,25 @@ details > pre, details > dl { margin-top: 0.8rem; }
 )
 
 
-def page(title: str, sections: Iterable[str], *, introduction: str = "", style: str = "") -> str:
+def page(
+    title: str,
+    sections: Iterable[str],
+    *,
+    introduction: str = "",
+    lead: str = "",
+    style: str = "",
+) -> str:
     """Return a whole page.
 
     Args:
         title: Its heading.
         sections: HTML, in order.
         introduction: A line beneath the heading.
+        lead: What the page says, in a few sentences.
         style: CSS beyond `STYLE`.
     """
     line = f'<p class="soft">{escape(introduction)}</p>\n' if introduction else ""
+    line += f'<p class="lead">{escape(lead)}</p>\n' if lead else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -116,6 +132,11 @@ def cards(items: Sequence[tuple[str, str, str]]) -> str:
 def pair(*figures: str) -> str:
     """Return figures side by side where the page is wide enough."""
     return f'<div class="pair">{"".join(figures)}</div>'
+
+
+def by_width(wide: str, narrow: str) -> str:
+    """Return content for a wide page, and other content for the width of a phone."""
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
 def fields(values: Mapping[str, Any]) -> str:

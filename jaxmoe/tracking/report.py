@@ -3,8 +3,9 @@
 """Writes `report.html`: a run on one self-contained page.
 
 Charts and images are embedded, nothing is fetched; one script moves the slider of the load map.
-Sections: cards, command and machine, loss, learning rate and gradient norm, router, time, pipeline,
-samples, lineage, all numbers, config, terms. `jaxmoe/run/reporting/report.py` reads the files.
+What was learnt is said in words. Sections: cards, loss, learning rate and gradient norm, router,
+time, pipeline, samples, lineage, command and machine, all numbers, config, terms.
+`jaxmoe/run/reporting/report.py` reads the files.
 
 To add a section: append it in `write_report` in `jaxmoe/tracking/report.py`.
 """
@@ -130,8 +131,6 @@ def write_report(
         OSError: If the file cannot be written, or a picture read.
     """
     sections = [html_page.cards(headline(summary))]
-    if environment:
-        sections.append(_environment(environment))
     series = metrics or {}
     if LOSS in series:
         sections.append(_training(series, summary))
@@ -153,14 +152,20 @@ def write_report(
     if lineage:
         table = html_page.table(("time", "this run was"), lineage)
         sections.append(html_page.section("Lineage", table))
-    sections.append(html_page.section("All numbers", html_page.fields(summary)))
+    if environment:
+        sections.append(_environment(environment))
+    numbers = html_page.fold_content("Every number of summary.json", html_page.fields(summary))
+    sections.append(html_page.section("All numbers", numbers))
     if config is not None:
         text = f"<pre>{html_page.escape(json.dumps(config, indent=2))}</pre>"
         folded = html_page.fold_content("All fields", text)
         sections.append(html_page.section("Configuration", folded))
     sections.append(html_page.section("Terms", html_page.table(("term", "meaning"), TERMS.items())))
     description = _about(summary)
-    replace_file(path, html_page.page(title, sections, introduction=description, style=style))
+    page = html_page.page(
+        title, sections, introduction=description, lead=learnt(summary), style=style
+    )
+    replace_file(path, page)
 
 
 def _pipeline(description: str, timetable: str) -> str:
@@ -183,6 +188,53 @@ def held_out(summary: Mapping[str, Any]) -> tuple[float | None, str]:
     return summary.get("eval_bits_per_token"), "bits/token"
 
 
+def training_bits(summary: Mapping[str, Any], unit: str) -> float | None:
+    """Return the last training loss of a summary in a unit of `held_out`; None if unknown."""
+    nats = summary.get("final_loss")
+    if nats is None:
+        return None
+    per = (summary.get("bytes_per_token") or 1.0) if unit == "bits/byte" else 1.0
+    return nats / (math.log(2.0) * per)
+
+
+def learnt(summary: Mapping[str, Any]) -> str:
+    """Return in words what a run has learnt: its loss beside simpler predictors, and its experts.
+
+    Args:
+        summary: Numbers of `summary.json`.
+    """
+    sentences = []
+    bits, unit = held_out(summary)
+    if bits is not None:
+        part = unit.removeprefix("bits/")
+        sentences.append(
+            f"The model needs {bits:.2f} bits for a {part} of text that it has not read."
+        )
+        references = summary.get("references_bits") or {}
+        worse = {label: value for label, value in references.items() if value > bits}
+        better = {label: value for label, value in references.items() if value <= bits}
+        if worse:
+            best = min(worse, key=worse.__getitem__)
+            sentences.append(f"That is better than {best} ({worse[best]:.2f}).")
+        if better:
+            nearest = max(better, key=better.__getitem__)
+            sentences.append(f"It has not reached {nearest} ({better[nearest]:.2f}).")
+        training = training_bits(summary, unit)
+        if training is not None and bits > 1.3 * training > 0:
+            sentences.append(
+                f"It knows the text of its training far better ({training:.2f}): more text, or"
+                " fewer steps, would help."
+            )
+    violation = summary.get("router_max_violation")
+    if violation is not None:
+        sentences.append(
+            f"The busiest expert computes {1 + violation:.1f} times its fair share of the tokens."
+        )
+    if skipped := summary.get("skipped_steps"):
+        sentences.append(f"Steps that were refused and changed nothing: {skipped}.")
+    return " ".join(sentences)
+
+
 def headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the cards: label, number and note; unknown numbers have no card."""
     cards = []
@@ -192,7 +244,8 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if bits is not None:
         cards.append((f"held-out loss, {unit}", f"{bits:.4f}", beside))
     elif summary.get("final_loss") is not None:
-        cards.append(("training loss, nats/token", f"{summary['final_loss']:.4f}", beside))
+        training = training_bits(summary, unit)
+        cards.append((f"training loss, {unit}", f"{training:.4f}", beside))
     if summary.get("tokens_per_second") is not None:
         mfu = summary.get("mfu")
         note = "MFU not known: no peak for this device" if mfu is None else f"MFU {mfu:.1%}"
@@ -275,13 +328,17 @@ def _training(series: Series, summary: Mapping[str, Any]) -> str:
     if name in series:
         steps, bits = series[name]
         lines.append(Line(label="held out", x=steps, y=bits, color=1, kind="dots"))
-    loss = line_chart(
-        lines,
-        y_label=unit,
-        references=summary.get("references_bits"),
-        is_loss=True,
-        size=(960, 340),
+    wide, narrow = (
+        line_chart(
+            lines,
+            y_label=unit,
+            references=summary.get("references_bits"),
+            is_loss=True,
+            size=size,
+        )
+        for size in ((960, 340), (420, 300))
     )
+    loss = html_page.by_width(wide, narrow)
     further_lines = []
     if LEARNING_RATE in series:
         steps, rates = series[LEARNING_RATE]
@@ -304,9 +361,14 @@ def _beside_loss(series: Series, summary: Mapping[str, Any]) -> str:
     loss = with_smoothed("", *bits_of_training(series, summary))
     violation = with_smoothed("", *series[MAX_VIOLATION])
     label = f"training loss, {held_out(summary)[1]}"
-    return line_chart(loss, y_label=label, is_loss=True, size=(960, 200)) + (
-        line_chart(violation, y_label="max violation, worst layer", from_zero=True, size=(960, 200))
+    wide, narrow = (
+        line_chart(loss, y_label=label, is_loss=True, size=(width, 200))
+        + line_chart(
+            violation, y_label="max violation, worst layer", from_zero=True, size=(width, 200)
+        )
+        for width in (960, 420)
     )
+    return html_page.by_width(wide, narrow)
 
 
 def _router(series: Series, summary: Mapping[str, Any], steps: np.ndarray, load: np.ndarray) -> str:

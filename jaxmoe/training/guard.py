@@ -5,6 +5,12 @@
     good  =  loss, gradient norm and new state all finite
              and  norm <= max_norm_ratio * median(norms of the last WINDOW accepted steps)
 
+The norm is that of all gradients but those of embeddings. A norm follows the embedding, so that the
+gradient of a token's row is divided by the length of the row, and a token that a run meets for the
+first time still has its initial row, which HyperP draws 1e-4 as large as a trained one. A single
+such token in a batch of few tokens makes the whole norm a hundred times that of its neighbours, and
+changes nothing in the other gradients.
+
 A spike is finite, and clipping keeps the direction that one broken batch or flipped bit chose. The
 median is over accepted steps only, so that neither a NaN nor a series of spikes can raise the
 bound. There is no bound before FEWEST steps were accepted. A norm of 0 (a batch without counted
@@ -21,13 +27,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.training.host_arrays import is_on_host
+from jaxmoe.training.host_arrays import global_norm, is_on_host
 
 WINDOW = 16
 """Number of accepted steps whose norms are remembered."""
@@ -40,9 +47,9 @@ class GuardConfig:
     """Steps that are refused, and rollbacks after several of them in a row."""
 
     max_norm_ratio: float | None = 30.0
-    """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.
-    None refuses only steps that are not finite. The largest in healthy runs was 3 (next token) and
-    10 (masked diffusion with small batches)."""
+    """Largest gradient norm without embeddings, in medians of the last accepted steps; a step above
+    it is refused. None refuses only steps that are not finite. The largest in healthy runs was 3
+    (next token) and 10 (masked diffusion with small batches)."""
     max_skipped: int = 5
     """Refused steps in a row after which the run rolls back, or ends as diverged."""
     rollbacks: int = 1
@@ -60,6 +67,25 @@ class GuardConfig:
 def no_norms() -> Float[Array, " window"]:
     """Return the initial norms of a state: zeros, which stand for no step."""
     return jnp.zeros((WINDOW,), jnp.float32)
+
+
+def norm_of_judged(
+    grads: Any, norm: Float[Array, ""], embeddings: Collection[str]
+) -> Float[Array, ""]:
+    """Return the norm of the gradients that the guard reads: all but those of embeddings.
+
+    Args:
+        grads: Gradients, as nested dicts.
+        norm: Their norm; it is returned if no other gradients are there.
+        embeddings: Paths of the embeddings, with slashes.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(grads)[0]
+    judged = [
+        leaf
+        for path, leaf in leaves
+        if jax.tree_util.keystr(path, simple=True, separator="/") not in embeddings
+    ]
+    return global_norm(judged) if 0 < len(judged) < len(leaves) else norm
 
 
 def norm_limit(recent: Float[Array, " window"] | None, ratio: float | None) -> Float[Array, ""]:

@@ -41,6 +41,8 @@ class StepMetrics:
     """Further measures of parts of the step, by name."""
     norm_limit: Float[Array, ""] | None = None
     """Largest gradient norm that the guard accepts; infinite without a bound."""
+    judged_norm: Float[Array, ""] | None = None
+    """Norm that the guard compared with it: without embeddings, if there is a bound."""
     worker_loss: Float[Array, " W"] | None = None
     """Cross-entropy of the rows of each worker, nats per token, if workers are watched; NaN without
     tokens. See `jaxmoe/training/parts/worker_losses.py`."""

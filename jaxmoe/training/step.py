@@ -44,6 +44,7 @@ from jaxmoe.training.guard import (
     all_finite,
     check_ratio,
     norm_limit,
+    norm_of_judged,
     remember,
     select,
 )
@@ -85,8 +86,8 @@ class Step:
     objective: Objective = NextTokenConfig()
     """What is predicted from what."""
     max_norm_ratio: float | None = None
-    """Largest gradient norm, in medians of the last accepted steps; a step above it is refused.
-    None refuses only what is not finite."""
+    """Largest gradient norm without embeddings, in medians of the last accepted steps; a step above
+    it is refused. None refuses only what is not finite."""
     table: ParameterTable | None = None
     """Groups of the parameters, from which the optimiser was built; those of the group `frozen` are
     not differentiated and stay bitwise. None trains all."""
@@ -184,11 +185,22 @@ class Step:
     def clip_gradients(self, grads: Any) -> Clipped:
         """Return gradients with a norm of at most `clip`; those in host memory stay as they are."""
         norm = global_norm(grads)
+        clipped = grads
         scale = jnp.ones(())
         if self.clip is not None and self.gradients.clips == "norm":
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads)
-        return Clipped(grads, norm, scale)
+            clipped = jax.tree.map(
+                lambda g: g if is_on_host(g) else g * scale.astype(g.dtype), grads
+            )
+        return Clipped(clipped, norm, self._judged_norm(grads, norm), scale)
+
+    def _judged_norm(self, grads: Any, norm: Float[Array, ""]) -> Float[Array, ""]:
+        """Return the norm that the guard compares with those of earlier steps."""
+        if self.max_norm_ratio is None:
+            return norm
+        rows = self.table or parameter_table(self.model)
+        paths = {row.path for row in rows if row.declaration.role == "embedding"}
+        return norm_of_judged(grads, norm, paths)
 
     def may_update(
         self, state: TrainState, loss: Float[Array, ""], norm: Float[Array, ""]
@@ -198,7 +210,7 @@ class Step:
         Args:
             state: State before the step.
             loss: Cross-entropy.
-            norm: Norm of the gradients.
+            norm: Norm of the gradients that the guard reads.
         """
         limit = norm_limit(state.recent_norms, self.max_norm_ratio)
         return jnp.isfinite(loss) & jnp.isfinite(norm) & (norm.astype(limit.dtype) <= limit)
@@ -221,7 +233,7 @@ class Step:
         before = state
         summed = gradients.summed
         new = (update.params, update_routers(self.model, state, summed.statistics))
-        is_good = self.may_update(state, summed.loss, clipped.norm)
+        is_good = self.may_update(state, summed.loss, clipped.judged_norm)
         is_good &= all_finite(new[1]) & update.is_finite(self.optimizer)
         moves = is_good if gradients.has_signal is None else is_good & gradients.has_signal
         params, router_state = select(moves, new, (state.params, state.router_state))
@@ -236,7 +248,7 @@ class Step:
             router_state=router_state,
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=jnp.where(is_good, 0, state.skipped_in_a_row + 1),
-            recent_norms=remember(state.recent_norms, clipped.norm, moves),
+            recent_norms=remember(state.recent_norms, clipped.judged_norm, moves),
             parts=parts,
         )
         state = run_after(self.chain, self, before, state, clipped.grads, moves)
@@ -249,6 +261,7 @@ class Step:
             is_skipped=~is_good,
             skipped_in_a_row=state.skipped_in_a_row,
             norm_limit=norm_limit(before.recent_norms, self.max_norm_ratio),
+            judged_norm=clipped.judged_norm,
             **run_measure(self.chain, self, outcome),
         )
         return state, metrics, summed.statistics

@@ -122,14 +122,23 @@ def test_a_run_that_goes_back_records_its_steps_anew(assembly, tmp_path, capsys)
     )
     reporter.log_steps(report(1, 2, 1.0))
     reporter.log_steps(dataclasses.replace(refused, metrics=(bad,)))
+    reporter.log_steps(dataclasses.replace(refused, steps=(4,), metrics=(bad,)))
     text = "the gradient norm is above 15, the bound that recent steps set (loss 2, gradient norm"
-    assert f"warning at step 3: {text} 90)" in capsys.readouterr().out
-    assert read_metrics(directory.metrics_file)["train/loss"][0].tolist() == [1, 2, 3]
+    printed = capsys.readouterr().out
+    assert f"warning at step 3: {text} 90)" in printed and f"warning at step 4: {text}" in printed
+    assert printed.count("note at step 3:") == 1 and "note at step 4" not in printed, "once"
+    for words in (
+        "The batch is left out and training goes on.",
+        "training.guard.max_norm_ratio=30 times the median",
+        "lower optimizer.learning_rate=",
+    ):
+        assert words in printed
+    assert read_metrics(directory.metrics_file)["train/loss"][0].tolist() == [1, 2, 3, 4]
     for step in (2, 0):
         reporter.go_back(step)
         done = read_metrics(directory.metrics_file).get("train/loss", ([], []))
         assert list(done[0]) == list(range(1, step + 1))
-        assert ("train/loss" in reporter.last) == (step > 0) and reporter.skipped == 1
+        assert ("train/loss" in reporter.last) == (step > 0) and reporter.skipped == 2
     reporter.log_steps(report(1, 2, 1.0))
     reporter.close()
     assert reporter.last["train/grad_norm"] == 0.5

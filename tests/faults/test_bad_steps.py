@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bad step (NaN, infinity, overflow, a spike, a NaN loss) changes nothing."""
 
+import dataclasses
 import math
 
 import jax
@@ -126,3 +127,33 @@ def test_the_bound_is_of_the_last_accepted_steps():
     for ratio in (1.0, -3.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"max_norm_ratio={ratio} must be above 1"):
             guard.check_ratio(ratio)
+
+
+@pytest.mark.slow
+def test_a_token_that_a_run_meets_for_the_first_time_is_no_bad_step():
+    """Its row is short, so that its gradient is long: HyperP draws embeddings of 1e-4."""
+    rare = 31
+    params = jax.tree.map(jnp.array, params_of(TINY))
+    weight = params["embedding"]["weight"]
+    params["embedding"]["weight"] = weight.at[rare].multiply(1e-4)
+    usual = dataclasses.replace(BATCH, tokens=jnp.where(BATCH.tokens == rare, 0, BATCH.tokens))
+    first = dataclasses.replace(usual, tokens=usual.tokens.at[0, 3].set(rare))
+    step = make_train_step(TINY, OPTIMIZER, max_norm_ratio=RATIO)
+    state = dataclasses.replace(_state(), params=params)
+    for _ in range(guard.FEWEST):
+        state, before = step(state, usual)
+    old_row = np.asarray(state.params["embedding"]["weight"][rare])
+    state, metrics = step(state, first)
+    assert metrics.grad_norm > 3 * RATIO * before.grad_norm, "or the batch shows nothing"
+    assert metrics.judged_norm < 2 * before.judged_norm and metrics.loss < 2 * before.loss
+    assert not metrics.is_skipped
+    assert (np.asarray(state.params["embedding"]["weight"][rare]) != old_row).all()
+
+
+def test_the_norm_of_the_guard_is_that_of_all_but_embeddings():
+    grads = {"embedding": {"weight": jnp.full((2,), 1e6)}, "head": {"weight": jnp.array([3.0, 4])}}
+    paths = {"embedding/weight"}
+    norm = jnp.float32(1.5e6)
+    assert guard.norm_of_judged(grads, norm, paths) == 5.0
+    assert guard.norm_of_judged({"embedding": grads["embedding"]}, norm, paths) == norm
+    assert guard.norm_of_judged(grads, norm, set()) == norm

@@ -348,7 +348,7 @@ class FilesStep:
         summed = gradients.summed
         has_signal = gradients.has_signal
         clipped = step.clip_gradients(summed.grads)
-        may_update = step.may_update(state, summed.loss, clipped.norm)
+        may_update = step.may_update(state, summed.loss, clipped.judged_norm)
         prepared = PreparedUpdate(
             gradients=gradients._replace(summed=dataclasses.replace(summed, grads=None)),
             clipped=clipped._replace(grads=None),

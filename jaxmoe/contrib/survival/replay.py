@@ -75,10 +75,13 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
         dumped: Batch of the refused step.
 
     Returns:
-        `loss`, `grad_norm`, `not_finite`, `norm_limit`; `arrays` and `rows`, worst first.
+        `loss`, `grad_norm`, `not_finite`; `judged_norm`, without embeddings, and its `norm_limit`;
+        `arrays` and `rows`, worst first.
     """
     guard = assembly.plan.config.training.step_guard
     limit = float(norm_limit(state.recent_norms, guard.max_norm_ratio))
+    table = assembly.plan.table
+    embeddings = {row.path for row in table if row.declaration.role == "embedding"}
     # Random numbers of a step follow from its number.
     number = jax.device_put(jnp.int32(dumped.step - 1), state.step.sharding)
     state = dataclasses.replace(state, opt_state=(), step=number)
@@ -102,6 +105,9 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
     return {
         "loss": loss,
         **_total(arrays),
+        "judged_norm": math.hypot(
+            *(norm for path, (norm, _) in arrays.items() if path not in embeddings)
+        ),
         "norm_limit": limit,
         "arrays": sorted(suspects, key=_suspicion, reverse=True),
         "rows": sorted(rows, key=_suspicion, reverse=True),

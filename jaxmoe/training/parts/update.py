@@ -76,6 +76,8 @@ class Clipped(NamedTuple):
     grads: Any
     norm: Float[Array, ""]
     """Norm before clipping."""
+    judged_norm: Float[Array, ""]
+    """Norm that the guard compares with those of earlier steps."""
     scale: Float[Array, ""]
     """Factor of the gradients, which those in host memory have not been multiplied by."""
 

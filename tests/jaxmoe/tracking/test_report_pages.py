@@ -25,6 +25,7 @@ from jaxmoe.tracking.comparison import (
     final_numbers,
     write_comparison,
 )
+from jaxmoe.tracking.report import learnt, training_bits
 from jaxmoe.tracking.smoothing import thin_curve
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
@@ -315,6 +316,36 @@ def test_the_report_has_everything_and_nothing_of_it_is_fetched(tmp_path):
     assert "bits/byte" in page and len(page) < 300_000
 
 
+def test_what_was_learnt_is_said_in_words_and_one_unit(tmp_path):
+    assert learnt({}) == ""
+    references = {"xz": 1.8, "1-byte context counts": 3.5, "2-byte context counts": 2.6}
+    text = learnt(SUMMARY | {"references_bits": references, "skipped_steps": 2})
+    assert text == (
+        "The model needs 2.00 bits for a byte of text that it has not read. That is better than"
+        " 2-byte context counts (2.60). It has not reached xz (1.80). It knows the text of its"
+        " training far better (1.13): more text, or fewer steps, would help. The busiest expert"
+        " computes 1.5 times its fair share of the tokens. Steps that were refused and changed"
+        " nothing: 2."
+    )
+    by_token = {"eval_bits_per_token": 4.0, "final_loss": 4.0 * math.log(2)}
+    assert learnt(by_token) == "The model needs 4.00 bits for a token of text that it has not read."
+    assert training_bits(by_token, "bits/token") == pytest.approx(4.0)
+    write_report(tmp_path / "r.html", title="t", summary={"final_loss": 2 * math.log(2)})
+    page = (tmp_path / "r.html").read_text()
+    assert "training loss, bits/token" in page and ">2.0000<" in page and "nats/token" not in page
+
+
+def test_a_page_has_charts_for_wide_screens_and_for_phones(tmp_path):
+    write_report(tmp_path / "r.html", title="t", summary=SUMMARY, metrics=series())
+    page = (tmp_path / "r.html").read_text()
+    training = page[page.index("<h2>Training") :]
+    wide, narrow = re.search(
+        r'<div class="wide">(.*?)</div><div class="narrow">(.*?)</div>', training
+    ).groups()
+    assert 'viewBox="0 0 960 340"' in wide and 'viewBox="0 0 420 300"' in narrow
+    assert wide.count("curve") == narrow.count("curve") > 0
+
+
 def test_a_report_of_what_little_there_is(tmp_path):
     write_report(tmp_path / "r.html", title="t", summary={"status": "diverged", "steps": 3})
     page = (tmp_path / "r.html").read_text()
@@ -340,7 +371,7 @@ def compared(name, scale=1.0, flops=10.0, bytes_per_token=2.0, without=()):
     )
 
 
-def test_runs_are_compared_on_four_axes_without_a_script(tmp_path):
+def test_runs_are_compared_on_four_axes_with_and_without_scripts(tmp_path):
     runs = [
         compared("a"),
         compared(EVIL, 0.9, flops=20.0),
@@ -354,10 +385,22 @@ def test_runs_are_compared_on_four_axes_without_a_script(tmp_path):
         notes=["old is not finished"],
     )
     page = (tmp_path / "c.html").read_text()
-    assert check_page(page).scripts == 0
+    assert check_page(page).scripts == 3  # the numbers, the library, what draws with it
+    assert "Copyright (c) 2022 Leon Sorokin" in page and "MIT License" in page
+    text = re.search(r'<script id="series" type="application/json">(.*?)</script>', page)[1]
+    data = json.loads(text)
+    assert [run["name"] for run in data["runs"]] == ["a", EVIL, "old"]
+    first, _, old = data["runs"]
+    assert data["unit"] == "bits per byte" and old["x"][3] is None and old["x"][0] is not None
+    assert first["x"][1][-1] == 4000 and first["held_y"] == [3.0, 2.5, 2.2, 2.0]
+    assert first["y"][-1] == pytest.approx(1.57 / math.log(2) / 2, rel=0.02)
+    table = re.search(r'<table class="sortable">.*?</table>', page)[0]
+    assert table.count("<tr>") == 4 and '<td data-value="12449.0">12.4k</td>' in table
+    assert "training loss, bits per byte" in table and "nats" not in page.partition("<script")[0]
     for axis in AXES:
         assert f"by {axis.name}" in page
-    assert page.count("<svg") == 4 and page.count('type="radio"') == 4
+    pictures = re.search(r"<noscript>.*?</noscript>", page)[0]
+    assert pictures.count("<svg") == page.count("<svg") == page.count('type="radio"') == 4
     assert page.count(" checked>") == 1
     assert "Not known by time: old." in page and "old is not finished" in page
     assert "model.moe.top_k" in page and "bits per byte" in page
@@ -380,6 +423,6 @@ def test_runs_with_unknown_bytes_are_compared_by_token():
     runs = [compared("a"), compared("b", bytes_per_token=None)]
     assert bits_unit(runs) == ("bits per token", BITS_PER_TOKEN)
     assert bits_unit(runs[:1]) == ("bits per byte", BITS_PER_BYTE)
-    rows = {cells[0]: cells[1:] for cells in final_numbers(runs)}
+    rows = {number.label: tuple(number.cells) for number in final_numbers(runs)}
     assert rows["MFU"] == ("41.2%", "41.2%") and rows["held-out loss"][0] == "2.0000 bits/byte"
     assert "mesh" not in rows  # unknown in all runs
