@@ -3,6 +3,7 @@
 """Measures what works for each family of transformers, and writes the table of the documentation.
 
     python -m tests.support.family_table          # writes `.docs/concepts/families.md`
+    python -m tests.support.family_table mixtral  # writes the rows of some families
 
 The logits are compared with those that a model of transformers with the same tensors left in the
 golden file of the family; parity of further variants is in `test_parity.py`.
@@ -13,7 +14,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -102,6 +103,10 @@ def layers_of(model: ModelConfig) -> str:
         names += [mixer.name, *options_of(getattr(mixer, "options", None))]
         if getattr(mixer, "window", None) is not None:
             names.append("window")
+        if getattr(mixer, "chunk", None) is not None:
+            names.append("chunks")
+        if getattr(mixer, "qk_norm", None) == "unit":
+            names.append("qk norm unit")
         if getattr(mixer, "query_temperature", None) is not None:
             names.append("query temperature")
         if getattr(mixer, "positions", "rotary") == "none":
@@ -244,12 +249,9 @@ def plans(case: Case) -> bool:
     return least_memory(Sizes.of(plan), "cpu").total > 0
 
 
-def table(names) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield f"| {' | '.join(COLUMNS)} |"
-    yield "| --- " * len(COLUMNS) + "|"
-    for name in names:
-        yield f"| {' | '.join(row(name).values())} |"
+def line_of(cells: dict[str, str]) -> str:
+    """Return a line of the table."""
+    return f"| {' | '.join(cells.values())} |"
 
 
 def written_rows() -> dict[str, dict[str, str]]:
@@ -260,17 +262,19 @@ def written_rows() -> dict[str, dict[str, str]]:
     return {cells["family"].strip("`"): cells for cells in rows}
 
 
-def main() -> None:
-    """Write the table."""
+def main(names: Sequence[str]) -> None:
+    """Write the rows of families, of all of them where none is named."""
     text = PAGE.read_text(encoding="utf-8")
-    lines = []
-    for line in table(huggingface_models.CONFIGS):
-        print(line, file=sys.stderr, flush=True)
-        lines.append(line)
+    rows = written_rows() if names else {}
+    for name in names or huggingface_models.CONFIGS:
+        rows[name] = row(name)
+        print(line_of(rows[name]), file=sys.stderr, flush=True)
+    lines = [line_of(dict.fromkeys(COLUMNS, "---")), *map(line_of, rows.values())]
+    lines.insert(0, line_of({column: column for column in COLUMNS}))
     body = "\n".join(lines)
     text = re.sub(f"{FIRST}\n.*?{LAST}", f"{FIRST}\n{body}\n{LAST}", text, flags=re.DOTALL)
     PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

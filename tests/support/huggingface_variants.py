@@ -533,11 +533,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layers": None,
             "no_rope_layers": None,
             "no_rope_layer_interval": 2,
-            "layer_types": None,
             "attention_chunk_size": 64,
             "max_position_embeddings": 64,
             "attention_bias": True,
             "attn_temperature_tuning": False,
+            "use_qk_norm": False,
         },
     ),
     "llama4_text, experts everywhere, first layer without rope, llama3": (
@@ -546,7 +546,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "moe_layers": [0, 1, 2],
             "no_rope_layers": [0, 1, 1],
-            "layer_types": ["full_attention"] * 3,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "attention_chunk_size": 3,
             "tie_word_embeddings": True,
             "num_key_value_heads": 3,
             "rope_parameters": {

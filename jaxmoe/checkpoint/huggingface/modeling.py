@@ -184,7 +184,8 @@ class Attention(nn.Module):
         if config["is_gated"]:
             self.gate_proj = nn.Linear(width, heads, bias=False)
         sizes = {"head": (dim, dim), "full": (heads * dim, kv_heads * dim)}
-        if config["qk_norm"] != "none":
+        self.epsilon = model["norm_epsilon"]
+        if config["qk_norm"] in sizes:
             q_dim, k_dim = sizes[config["qk_norm"]]
             self.q_norm = RMSNorm(q_dim, model["norm_epsilon"])
             self.k_norm = RMSNorm(k_dim, model["norm_epsilon"])
@@ -198,6 +199,9 @@ class Attention(nn.Module):
         x = x.view(*x.shape[:2], -1, dim)
         if kind == "head" and name != "v":
             x = getattr(self, name + "_norm")(x)
+        if kind == "unit" and name != "v":
+            wide = x.float()
+            x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x)
         return x.transpose(1, 2)
 
     def forward(self, x, positions, is_seen):

@@ -335,7 +335,7 @@ def biased_options(fields: Fields, *, has_bias: bool = False, **options: Any) ->
 def grouped_attention(
     fields: Fields,
     *,
-    qk_norm: Literal["none", "head", "full"],
+    qk_norm: Literal["none", "head", "full", "unit"],
     rope_theta: float = 10_000.0,
     rotary_share: float | None = None,
     window: int | None = None,

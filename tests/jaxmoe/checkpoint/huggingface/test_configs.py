@@ -489,12 +489,6 @@ REFUSED = [
     ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 is not supported, only 1e-12: gates"),
     ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
     ("minimax_m2", {"sliding_window": 4}, "MiniMax-M2 attends to all earlier tokens"),
-    ("llama4_text", {"use_qk_norm": True}, "use_qk_norm=True is not supported, only False: a QK-n"),
-    (
-        "llama4_text",
-        {"layer_types": None, "attention_chunk_size": 5, "max_position_embeddings": 6},
-        "attention_chunk_size=5 is below max_position_embeddings=6: attention in chunks is not",
-    ),
     ("lfm2_moe", {"layer_types": ["conv"]}, "layer_types=['conv'] must name 4 layers"),
     ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False is not supported, only True"),
