@@ -170,6 +170,8 @@ class MoELayer(nn.Module):
         )(x, routing)[0]
         if moe.extras.has_shared_gate:
             shared = SharedGate(width, self.execution, name="shared_gate")(x, shared)
+        if moe.extras.shared_scale != 1.0:
+            shared = shared * jnp.asarray(moe.extras.shared_scale, shared.dtype)
         return moe.gate.build().mix_shared(y, shared), outputs
 
     def _arguments(
