@@ -103,7 +103,7 @@ def layers_of(model: ModelConfig) -> str:
         names += [mixer.name, *options_of(getattr(mixer, "options", None))]
         if getattr(mixer, "window", None) is not None:
             names.append("window")
-        if getattr(mixer, "chunk", None) is not None:
+        if getattr(mixer, "chunks", None) is not None:
             names.append("chunks")
         if getattr(mixer, "qk_norm", None) == "unit":
             names.append("qk norm unit")
@@ -269,6 +269,7 @@ def main(names: Sequence[str]) -> None:
     for name in names or huggingface_models.CONFIGS:
         rows[name] = row(name)
         print(line_of(rows[name]), file=sys.stderr, flush=True)
+    rows = {name: rows[name] for name in huggingface_models.CONFIGS if name in rows}
     lines = [line_of(dict.fromkeys(COLUMNS, "---")), *map(line_of, rows.values())]
     lines.insert(0, line_of({column: column for column in COLUMNS}))
     body = "\n".join(lines)

@@ -111,6 +111,8 @@ def check_computed(model: ModelConfig) -> None:
     if mixers:
         names = sorted({mixer.name for mixer in mixers})
         lines.append(f"model.layers with the mixer {' and '.join(names)}")
+    if any(layer.feed_forward is not None for layer in model.layers):
+        lines.append("model.layers with feed_forward: only SwiGLUs and experts")
     if moe is not None and moe.capacity is not None and not moe.capacity.traits.is_for_training:
         lines.append("model.moe.capacity: only None")
     if lines:

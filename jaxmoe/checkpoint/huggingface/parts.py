@@ -15,6 +15,7 @@ from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.layers.mixers.attention_parts import AttentionOptions
 from jaxmoe.models.config import (
     AttentionConfig,
+    FeedForwardBase,
     ForwardMultipliers,
     LatentAttentionConfig,
     LayerConfig,
@@ -465,21 +466,33 @@ def assemble(
     return dataclasses.replace(model, moe=dataclasses.replace(model.moe, balancers=balancers))
 
 
-def layers_of(mixers: Sequence[MixerBase], attention: MixerBase) -> tuple[LayerConfig, ...]:
-    """Return the shortest period of `ModelConfig.layers` with these mixers.
+def layers_of(
+    mixers: Sequence[MixerBase],
+    attention: MixerBase,
+    feed_forwards: Sequence[FeedForwardBase] | None = None,
+) -> tuple[LayerConfig, ...]:
+    """Return the shortest period of `ModelConfig.layers` with these mixers and feed-forwards.
 
     Args:
         mixers: Mixer of each layer.
         attention: Mixer of the layers for which the period names none.
+        feed_forwards: Feed-forward of each layer, of which the period names those that are not
+            routed; where None it names none.
 
     Returns:
-        The period; empty where all layers have `attention`.
+        The period; empty where all layers have `attention` and no feed-forward is named.
     """
-    layer_mixers = [None if mixer == attention else mixer for mixer in mixers]
+    layers = [
+        LayerConfig(
+            mixer=None if mixer == attention else mixer,
+            feed_forward=None if fed is None or fed.is_routed else fed,
+        )
+        for mixer, fed in zip(mixers, feed_forwards or [None] * len(mixers), strict=True)
+    ]
     length = next(
         length
-        for length in range(1, len(layer_mixers) + 1)
-        if all(mixer == layer_mixers[index % length] for index, mixer in enumerate(layer_mixers))
+        for length in range(1, len(layers) + 1)
+        if all(layer == layers[index % length] for index, layer in enumerate(layers))
     )
-    period = layer_mixers[:length]
-    return () if period == [None] else tuple(LayerConfig(mixer=mixer) for mixer in period)
+    period = tuple(layers[:length])
+    return () if period == (LayerConfig(),) else period

@@ -46,6 +46,8 @@ from sharding.rules import LogicalAxisRules
 EMBEDDING = "model.embed_tokens.weight"
 WTE = "transformer.wte.weight"
 """The embedding in families with blocks of `transformer`."""
+EMBEDDINGS = (EMBEDDING, WTE, "backbone.embeddings.weight", "model.embeddings.weight")
+"""Names of the embedding in all families."""
 HEAD = "lm_head.weight"
 ROUTER_STATE = "router_state"
 """First part of the paths of router state."""
@@ -80,6 +82,9 @@ class Rule:
     fused_from: int = 0
     """Number in `keys` of the first tensor that `fused` is about; those before it hold this
     parameter alone."""
+    counts: Literal["layers", "mixers", "feed_forwards"] = "layers"
+    """What {layer} counts: layers, or halves of layers, of which this one's mixers or feed-forwards
+    have a number each (Nemotron-H)."""
     heads_of: str | None = None
     """Path from the block of a parameter with heads, as many as the tensor has groups of outputs:
     the parameters of `fused` follow one another within each group, and each has an equal share of
@@ -264,11 +269,23 @@ def _pieces(
         if layers is None:
             yield from _of_layer(row, rule, (), _select(rule.keys, names)[1], fused)
             continue
+        places = _numbers(model, rule.counts)
         for offset, layer in enumerate(layers):
-            number, key = _select([key.replace("{layer}", str(layer)) for key in rule.keys], names)
+            place = str(places[layer])
+            number, key = _select([key.replace("{layer}", place) for key in rule.keys], names)
             span = fused if number >= rule.fused_from else None
             for piece in _of_layer(row, rule, (offset,), key, span):
                 yield from _by_head(row, piece, groups) if rule.heads_of else (piece,)
+
+
+def _numbers(model: ModelConfig, counts: str) -> Sequence[int]:
+    """Return the number in names of each layer, or of each layer's mixer or feed-forward."""
+    if counts == "layers":
+        return range(model.num_layers)
+    starts = [0]
+    for kind in model.kinds:
+        starts.append(starts[-1] + (1 if kind.feed_forward.name == "none" else 2))
+    return [start + (counts == "feed_forwards") for start in starts[:-1]]
 
 
 def _outputs(row: ParameterSpec) -> int:

@@ -489,6 +489,43 @@ REFUSED = [
     ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 is not supported, only 1e-12: gates"),
     ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
     ("minimax_m2", {"sliding_window": 4}, "MiniMax-M2 attends to all earlier tokens"),
+    (
+        "nemotron_h",
+        {"layers_block_type": None, "hybrid_override_pattern": "M-EM*M-"},
+        "layer 2 of M-EM*M- is a feed-forward without a mixer before it",
+    ),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["conv"] * 7},
+        "must name 7 layers (num_hidden_layers), ",
+    ),
+    (
+        "nemotron_h",
+        {"num_hidden_layers": 6},
+        "must name 6 layers (num_hidden_layers), each of ",
+    ),
+    (
+        "nemotron_h",
+        {"moe_latent_size": 8},
+        "moe_latent_size=8 is not supported, only None: ",
+    ),
+    ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+    (
+        "nemotron_h",
+        {"mlp_hidden_act": "silu"},
+        "mlp_hidden_act='silu' is not supported, only",
+    ),
+    ("nemotron_h", {"time_step_limit": [0.1, 1.0]}, "time_step_limit=[0.1, 1.0] is not supported"),
+    (
+        "cohere2_moe",
+        {"shared_expert_combination_strategy": "product"},
+        "shared_expert_combination_strategy='product' is neither 'sum' nor 'average'",
+    ),
+    (
+        "phimoe",
+        {"rope_parameters": {"rope_type": "longrope", "short_mscale": 1.2}},
+        "of type 'longrope' with short_mscale and long_mscale",
+    ),
     ("lfm2_moe", {"layer_types": ["conv"]}, "layer_types=['conv'] must name 4 layers"),
     ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False is not supported, only True"),

@@ -253,6 +253,7 @@ GENERATING = (
     "ernie4_5_moe",
     "llama4_text",
     "minimax",
+    "nemotron_h",
     "kimi_linear",
 )
 
