@@ -8,6 +8,7 @@ time and the whole [B S V] need not exist.
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from typing import Any
 
@@ -52,17 +53,17 @@ class BiasedHead:
 
     def astype(self, dtype: Any) -> BiasedHead:
         """Return the matrix in another dtype, and the biases as they are."""
-        return self.replace(matrix=self.matrix.astype(dtype))
+        return dataclasses.replace(self, matrix=self.matrix.astype(dtype))
 
 
 HeadWeight = Float[Array, "D V"] | BiasedHead
 """The matrix of a head, with biases where the model has them."""
 
 
-def head_axes(weight: HeadWeight) -> Any:
+def head_axes(weight: Any) -> Any:
     """Return the logical axes of a head whose matrix is gathered but for the vocabulary."""
-    axes = (None, ax.VOCAB)
-    return BiasedHead(axes, (ax.VOCAB,)) if isinstance(weight, BiasedHead) else axes
+    axes: Any = (None, ax.VOCAB)
+    return BiasedHead(axes, axes[1:]) if isinstance(weight, BiasedHead) else axes
 
 
 class Head(nn.Module):

@@ -166,7 +166,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     Args:
         fields: Fields of config.json.
     """
-    text = fields.get("text_config")
+    text: Any = fields.get("text_config")
     name: Any = text.get("model_type") if isinstance(text, Mapping) else None
     if name not in FAMILIES or FAMILIES[name].whole is None:
         return fields

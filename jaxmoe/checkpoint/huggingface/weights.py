@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -83,8 +84,7 @@ class Rule:
     """Number in `keys` of the first tensor that `fused` is about; those before it hold this
     parameter alone."""
     counts: Literal["layers", "mixers", "feed_forwards"] = "layers"
-    """What {layer} counts: layers, or halves of layers, of which this one's mixers or feed-forwards
-    have a number each (Nemotron-H)."""
+    """What {layer} counts: layers, or halves of layers, of which the rule is about one."""
     heads_of: str | None = None
     """Path from the block of a parameter with heads, as many as the tensor has groups of outputs:
     the parameters of `fused` follow one another within each group, and each has an equal share of
@@ -271,21 +271,21 @@ def _pieces(
             continue
         places = _numbers(model, rule.counts)
         for offset, layer in enumerate(layers):
-            place = str(places[layer])
-            number, key = _select([key.replace("{layer}", place) for key in rule.keys], names)
+            number, key = _select(
+                [key.replace("{layer}", places[layer]) for key in rule.keys], names
+            )
             span = fused if number >= rule.fused_from else None
             for piece in _of_layer(row, rule, (offset,), key, span):
                 yield from _by_head(row, piece, groups) if rule.heads_of else (piece,)
 
 
-def _numbers(model: ModelConfig, counts: str) -> Sequence[int]:
+def _numbers(model: ModelConfig, counts: str) -> Sequence[str]:
     """Return the number in names of each layer, or of each layer's mixer or feed-forward."""
     if counts == "layers":
-        return range(model.num_layers)
-    starts = [0]
-    for kind in model.kinds:
-        starts.append(starts[-1] + (1 if kind.feed_forward.name == "none" else 2))
-    return [start + (counts == "feed_forwards") for start in starts[:-1]]
+        return list(map(str, range(model.num_layers)))
+    sizes = [1 if kind.feed_forward.name == "none" else 2 for kind in model.kinds]
+    firsts = itertools.accumulate(sizes, initial=int(counts == "feed_forwards"))
+    return list(map(str, firsts))[:-1]
 
 
 def _outputs(row: ParameterSpec) -> int:

@@ -128,10 +128,10 @@ def _with_factors(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_long_factor(attention: AttentionConfig, config: Mapping[str, Any]) -> AttentionConfig:
     """Return the attention with the factor of long rows, where it is another."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     short, long = (rope.get(scale) for scale in _SCALES)
     scaling: Any = attention.extras.rope_scaling
-    if scaling is None or long == short:
+    if scaling is None or long is None or long == short:
         return attention
     scaling = dataclasses.replace(scaling, long_attention_factor=float(long))
     options = dataclasses.replace(attention.extras, rope_scaling=scaling)

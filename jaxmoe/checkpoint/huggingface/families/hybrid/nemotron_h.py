@@ -206,7 +206,7 @@ def _halves(fields: Fields) -> str:
     letters = {name: letter for letter, names in _KINDS.items() for name in names}
     pattern = fields.get("hybrid_override_pattern")
     default = ["linear_attention", "moe", "full_attention", "mlp"] if pattern is None else pattern
-    names = list(fields.get("layers_block_type", "layer_types", default=default))
+    names: list[str] = list(fields.get("layers_block_type", "layer_types", default=default))
     count = fields.get("num_hidden_layers", default=len(names))
     halves = "".join(letters.get(name, name) for name in names)
     if set(halves) - set(_KINDS) or count != len(names):
