@@ -271,9 +271,8 @@ def _pieces(
             continue
         places = _numbers(model, rule.counts)
         for offset, layer in enumerate(layers):
-            number, key = _select(
-                [key.replace("{layer}", places[layer]) for key in rule.keys], names
-            )
+            keys = [key.replace("{layer}", places[layer]) for key in rule.keys]
+            number, key = _select(keys, names)
             span = fused if number >= rule.fused_from else None
             for piece in _of_layer(row, rule, (offset,), key, span):
                 yield from _by_head(row, piece, groups) if rule.heads_of else (piece,)
@@ -281,11 +280,9 @@ def _pieces(
 
 def _numbers(model: ModelConfig, counts: str) -> Sequence[str]:
     """Return the number in names of each layer, or of each layer's mixer or feed-forward."""
-    if counts == "layers":
-        return list(map(str, range(model.num_layers)))
-    sizes = [1 if kind.feed_forward.name == "none" else 2 for kind in model.kinds]
-    firsts = itertools.accumulate(sizes, initial=int(counts == "feed_forwards"))
-    return list(map(str, firsts))[:-1]
+    halves = [1 + (kind.feed_forward.name != "none") for kind in model.kinds]
+    sizes = [1] * len(halves) if counts == "layers" else halves
+    return list(map(str, itertools.accumulate(sizes, initial=int(counts == "feed_forwards"))))
 
 
 def _outputs(row: ParameterSpec) -> int:
