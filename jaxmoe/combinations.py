@@ -276,6 +276,12 @@ ROWS: Final = (
         "{second} rewrites parameters where they are used, which the stages of {first} do not",
         _ONE_STAGE,
     ),
+    Row(
+        _STAGES,
+        is_set("model.options.has_head_bias"),
+        "the stages of {first} share the matrix of the head, and not its biases, {second}",
+        f"{_ONE_STAGE}, or leave model.options.has_head_bias out",
+    ),
     gathered_row(_REWRITES),
     fetched_row(_REWRITES),
     Row(

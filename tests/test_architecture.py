@@ -162,6 +162,7 @@ REGISTRIES = {
         "ernie4_5_moe",
         "minimax_m2",
         "llama4_text",
+        "nemotron_h",
         "minimax",
         "kimi_linear",
     },

@@ -241,6 +241,7 @@ _FAMILY: Final = {
     "glm4_moe": (f"{_GROUPED}.glm4_moe:Glm4MoeFamily", "GLM-4.5."),
     "ernie4_5_moe": (f"{_GROUPED}.ernie4_5_moe:Ernie45MoeFamily", "ERNIE 4.5."),
     "minimax_m2": (f"{_GROUPED}.minimax_m2:MiniMaxM2Family", "MiniMax-M2."),
+    "nemotron_h": (f"{_HYBRID}.nemotron_h:NemotronHFamily", "Nemotron-H and Nemotron 3."),
     "llama4_text": (f"{_GROUPED}.llama4_text:Llama4TextFamily", "Llama 4, its text model."),
     "mimo_v2_flash": (f"{_LAYERS}.mimo_v2_flash:MimoV2FlashFamily", "MiMo-V2-Flash."),
     "deepseek_v32": (f"{_LAYERS}.deepseek_v32:DeepseekV32Family", "DeepSeek-V3.2."),

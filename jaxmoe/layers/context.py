@@ -53,6 +53,8 @@ class AttentionHeads:
     """Whether a token sees no later one."""
     window: int | None = None
     """Positions that a query sees, itself included; all when None."""
+    chunk: int | None = None
+    """Positions of a chunk, whose queries see no other chunk; None: rows are not cut."""
 
     def positions_seen(self, length: int) -> float:
         """Return the mean number of positions that a query of a sequence sees.
@@ -60,7 +62,8 @@ class AttentionHeads:
         Args:
             length: S, positions of the sequence.
         """
-        seen = length / 2 if self.is_causal else length
+        whole = length if self.chunk is None else min(length, self.chunk)
+        seen = whole / 2 if self.is_causal else whole
         if self.window is None:
             return seen
         # Without causality a window reaches as far ahead as it does back.
@@ -242,6 +245,11 @@ class AttentionMixer(MixerBase):
     @abc.abstractmethod
     def window(self) -> int | None:
         """Tokens before a token, itself included, that it sees; None for all."""
+
+    @property
+    @abc.abstractmethod
+    def chunk(self) -> int | None:
+        """Positions of a chunk, whose tokens see no other chunk; None where rows are not cut."""
 
     @property
     def heads(self) -> AttentionHeads:

@@ -52,9 +52,22 @@ def rms_norm(
         epsilon: Term added to the mean square.
     """
     wide = x.astype(jnp.float32)
+    return (_to_unit(wide, epsilon) * _of_features(gain, x.ndim)).astype(x.dtype)
+
+
+def unit_norm(x: Float[Array, "*B D"], epsilon: float) -> Float[Array, "*B D"]:
+    """Normalise the last dimension to RMS 1, without gains, in the dtype of `x`.
+
+    Args:
+        x: Array of any float dtype.
+        epsilon: Term added to the mean square.
+    """
+    return _to_unit(x.astype(jnp.float32), epsilon).astype(x.dtype)
+
+
+def _to_unit(wide: Array, epsilon: float) -> Array:
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean_square + epsilon)
-    return (normed * _of_features(gain, x.ndim)).astype(x.dtype)
+    return wide * jax.lax.rsqrt(mean_square + epsilon)
 
 
 def layer_norm(

@@ -91,8 +91,13 @@ class RopeScaling(abc.ABC):
             length: Positions of each row, 1 + the largest; None unless `reads_length`.
         """
 
-    def size(self) -> float:
-        """Return the factor of all cosines and sines."""
+    def size(self, length: Int[Array, "#B 1 1 1"] | None = None) -> Any:
+        """Return the factor of all cosines and sines, of each row where it depends on its length.
+
+        Args:
+            length: As for `stretch`.
+        """
+        del length
         return 1.0
 
 
@@ -214,8 +219,9 @@ class YarnConfig(RopeScaling):
         share = np.clip((np.arange(half) - low) / max(high - low, 1e-3), 0.0, 1.0)
         return jnp.asarray(share / self.factor + 1.0 - share, jnp.float32)
 
-    def size(self) -> float:
+    def size(self, length: Int[Array, "#B 1 1 1"] | None = None) -> float:
         """Return the factor of turned features."""
+        del length
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale is None or self.mscale_all_dim is None:
@@ -250,9 +256,9 @@ class Llama3ScalingConfig(RopeScaling):
     def __post_init__(self):
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_length")
         require_positive("rope_scaling", self, *names)
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor} must be above"
+                f"rope_scaling.high_freq_factor={self.high_freq_factor} must be at least"
                 f" rope_scaling.low_freq_factor={self.low_freq_factor}"
             )
 
@@ -262,7 +268,7 @@ class Llama3ScalingConfig(RopeScaling):
         """Return 1 / factor for slow features, 1 for fast ones, and what is between."""
         del length
         turns = self.original_length * theta ** -(np.arange(half) / half) / (2.0 * math.pi)
-        span = self.high_freq_factor - self.low_freq_factor
+        span = max(self.high_freq_factor - self.low_freq_factor, 1e-9)  # a step where it is 0
         share = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
         return jnp.asarray((1.0 - share) / self.factor + share, jnp.float32)
 
@@ -285,14 +291,19 @@ class LongRopeConfig(RopeScaling):
     """Ratio of the longest row to the rows of pretraining."""
     attention_factor: float | None = None
     """Factor of turned features; sqrt(1 + log(factor) / log(original_length)) when None."""
+    long_attention_factor: float | None = None
+    """Factor of turned features in rows that take the long divisors; that of the others when
+    None."""
     rows: Literal["by_length", "short", "long"] = "by_length"
     """Set of divisors: that of the length of each row, 1 + the largest position of a call, so that
     cached keys keep the set with which they were written; or one set for rows of any length."""
 
     def __post_init__(self):
         require_positive("rope_scaling", self, "factor", "original_length")
-        if self.attention_factor is not None:
-            require_positive("rope_scaling", self, "attention_factor")
+        names = ("attention_factor", "long_attention_factor")
+        require_positive(
+            "rope_scaling", self, *(name for name in names if getattr(self, name) is not None)
+        )
         for field in ("short_factor", "long_factor"):
             if any(divisor <= 0.0 for divisor in getattr(self, field)):
                 raise ValueError(f"rope_scaling.{field} must have divisors above 0")
@@ -326,8 +337,18 @@ class LongRopeConfig(RopeScaling):
         is_long = length > self.original_length
         return jnp.where(is_long, long[None, None, None, :], short[None, None, None, :])
 
-    def size(self) -> float:
-        """Return the factor of turned features."""
+    def size(self, length: Int[Array, "#B 1 1 1"] | None = None) -> Any:
+        """Return the factor of turned features, of each row where long rows have their own."""
+        if self.long_attention_factor is None:
+            return self._short_size()
+        if length is None:
+            return self.long_attention_factor if self.rows == "long" else self._short_size()
+        is_long = length > self.original_length
+        sizes = (self.long_attention_factor, self._short_size())
+        return jnp.where(is_long, *map(jnp.float32, sizes))
+
+    def _short_size(self) -> float:
+        """Return the factor of turned features where long rows have no other."""
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1.0 + math.log(max(1.0, self.factor)) / math.log(self.original_length))
@@ -354,6 +375,7 @@ def rotary_angles(
         frequencies = frequencies * scaling.stretch(half, theta, None)
     rows = positions.astype(jnp.float32)[:, :, None, None]
     frequencies = frequencies[None, None, None, :]
+    length = None
     if scaling is not None and scaling.reads_length:
         length = jnp.max(positions, axis=1)[:, None, None, None] + 1
         frequencies = frequencies * scaling.stretch(half, theta, length)
@@ -361,7 +383,7 @@ def rotary_angles(
     cos = jnp.cos(angles)
     sin = jnp.sin(angles)
     if scaling is not None:
-        size = jnp.float32(scaling.size())
+        size = jnp.asarray(scaling.size(length), jnp.float32)
         cos = size * cos
         sin = size * sin
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)

@@ -24,7 +24,7 @@ from jaxmoe.layers.carry import CarriedArray, carried_arrays
 from jaxmoe.layers.context import ForwardMultipliers as ForwardMultipliers
 from jaxmoe.layers.context import LayerContext, heads_of, require_positive
 from jaxmoe.layers.feed_forwards import DenseConfig as DenseConfig
-from jaxmoe.layers.feed_forwards import FeedForwardBase
+from jaxmoe.layers.feed_forwards import FeedForwardBase as FeedForwardBase
 from jaxmoe.layers.feed_forwards import MoEConfig as MoEConfig
 from jaxmoe.layers.mixers import AttentionConfig as AttentionConfig
 from jaxmoe.layers.mixers import LatentAttentionConfig as LatentAttentionConfig
@@ -66,6 +66,9 @@ class ModelOptions:
     logits_softcap: float | None = None
     """Bound c of the output logits z, which become c tanh(z / c), after their multiplier; None: no
     bound."""
+
+    has_head_bias: bool = False
+    """Whether the output logits have a bias for each token of the vocabulary."""
 
     def __post_init__(self):
         if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:

@@ -8,11 +8,14 @@ time and the whole [B S V] need not exist.
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.declarations import FACTORS, VALUES, Declaration, declare
@@ -39,36 +42,73 @@ class Embedding(nn.Module):
         return declare(self, "weight", table)
 
 
+# Not checked at run time: tree functions also fill it with axes.
+@typing.no_type_check
+@struct.dataclass
+class BiasedHead:
+    """The matrix of a head, and its biases."""
+
+    matrix: Float[Array, "D V"]
+    bias: Float[Array, " V"]
+
+    def astype(self, dtype: Any) -> BiasedHead:
+        """Return the matrix in another dtype, and the biases as they are."""
+        return dataclasses.replace(self, matrix=self.matrix.astype(dtype))
+
+
+HeadWeight = Float[Array, "D V"] | BiasedHead
+"""The matrix of a head, with biases where the model has them."""
+
+
+def head_axes(weight: Any) -> Any:
+    """Return the logical axes of a head whose matrix is gathered but for the vocabulary."""
+    axes: Any = (None, ax.VOCAB)
+    return BiasedHead(axes, axes[1:]) if isinstance(weight, BiasedHead) else axes
+
+
 class Head(nn.Module):
-    """Declares the matrix from the residual stream to the logits."""
+    """Declares the matrix from the residual stream to the logits, unless it is the embedding, and
+    the biases of logits."""
 
     model: ModelConfig
 
     @nn.compact
-    def __call__(self) -> Float[Array, "D V"]:
-        """Return the matrix, f32."""
-        matrix = Declaration(
-            shape=(self.model.embed_dim, self.model.vocab_size),
-            axes=(ax.EMBED, ax.VOCAB),
-            role="head",
+    def __call__(self, table: Float[Array, "V D"]) -> HeadWeight:
+        """Return the matrix and the biases, f32.
+
+        Args:
+            table: Embedding of each token.
+        """
+        model = self.model
+        weight = table.T
+        if not model.has_tied_embeddings:
+            matrix = Declaration(
+                shape=(model.embed_dim, model.vocab_size), axes=(ax.EMBED, ax.VOCAB), role="head"
+            )
+            weight = declare(self, "weight", matrix)
+        if not model.extras.has_head_bias:
+            return weight
+        row = Declaration(
+            shape=(model.vocab_size,), axes=(ax.VOCAB,), role="state", matrix=None, init="zeros"
         )
-        return declare(self, "weight", matrix)
+        return BiasedHead(weight, declare(self, "bias", row))
 
 
-def head_weight(params: dict[str, Any], model: ModelConfig) -> Float[Array, "D V"]:
+def head_weight(params: dict[str, Any], model: ModelConfig) -> HeadWeight:
     """Return the head's matrix among the parameters: its own, or the transposed embedding, with the
-    addition of an adapter."""
+    addition of an adapter; and the biases of a head that has them."""
     module = params["embedding" if model.has_tied_embeddings else "head"]
     weight = module["weight"]
     if "weight:down" in module:
         weight = LowRank(weight=weight, **{name: module[f"weight:{name}"] for name in FACTORS})
         weight = weight.with_values(module.get(f"weight:{VALUES}")).merge()
-    return weight.T if model.has_tied_embeddings else weight
+    weight = weight.T if model.has_tied_embeddings else weight
+    return BiasedHead(weight, params["head"]["bias"]) if model.extras.has_head_bias else weight
 
 
 def output_logits(
     hidden: Float[Array, "B S D"],
-    weight: Float[Array, "D V"],
+    weight: HeadWeight,
     model: ModelConfig,
     execution: ExecutionConfig,
     *,
@@ -78,7 +118,7 @@ def output_logits(
 
     Args:
         hidden: Hidden states after the final norm.
-        weight: Matrix from `head_weight`.
+        weight: Result of `head_weight`.
         model: Logit multiplier and bound.
         execution: Dtype and placement.
         is_stream: Whether hidden is cut as the residual stream; False where its positions are cut
@@ -86,9 +126,10 @@ def output_logits(
     """
     dtype = execution.precision.compute_dtype
     spread = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+    matrix = weight.matrix if isinstance(weight, BiasedHead) else weight
     product = Product(
         "bsd,dv->bsv",
-        weight.astype(dtype),
+        matrix.astype(dtype),
         (None, ax.VOCAB),
         (*spread, ax.ACT_VOCAB),
         jnp.float32,
@@ -96,11 +137,20 @@ def output_logits(
     products = {"logits": product}
     placement = execution.placement
     logits = out_of_stream(hidden.astype(dtype), products, placement, is_stream=is_stream)["logits"]
+    if isinstance(weight, BiasedHead):
+        axes = (*spread, ax.ACT_VOCAB)
+        add = placement.region(_add_bias, in_axes=(axes, (ax.VOCAB,)), out_axes=axes)
+        logits = add(logits, weight.bias)
     logits = logits * jnp.float32(model.forward_multipliers.logits)
     if model.extras.logits_softcap is None:
         return logits
     bound = jnp.float32(model.extras.logits_softcap)
     return bound * jnp.tanh(logits / bound)
+
+
+def _add_bias(logits: Array, bias: Array, *, batch_axes: tuple[str, ...]) -> Array:
+    del batch_axes
+    return logits + bias.astype(jnp.float32)[None, None]
 
 
 def only_predicted(

@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         x = x if is_laid_out else lay_back(x, order, execution)
         x = model.norm.build(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
         read = read_at(x, logits_at, execution.placement)
-        weight = table.T if model.has_tied_embeddings else Head(model, name="head")()
+        weight = Head(model, name="head")(table)
         return Output(
             logits=output_logits(read, weight, model, execution) if has_logits else None,
             losses=balance_losses(model, statistics) | jax.tree.map(jnp.sum, losses),

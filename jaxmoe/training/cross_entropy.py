@@ -24,12 +24,11 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.declarations import as_factor
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.embedding import only_predicted, output_logits, vocabulary_ids
+from jaxmoe.models.embedding import head_axes, only_predicted, output_logits, vocabulary_ids
 from jaxmoe.training import Objective
 from jaxmoe.training.objective import TokenGiven
 from pallas_kernels.jax_versions import match_varying
 from sharding import axes as ax
-from sharding.products.quantized import logical_axes
 from sharding.products.tensor_parallel import stream_positions
 from sharding.sequence_parallel import sequence_ranks
 
@@ -84,7 +83,7 @@ def chunked_loss(
 
     Args:
         hidden: Activations after the final norm, laid out as the residual stream.
-        weight: Output projection [D V].
+        weight: Result of `head_weight`.
         targets: Ids of the targets.
         inputs: Other arrays of the tokens.
         prediction: Model, execution and objective.
@@ -130,7 +129,7 @@ def chunked_loss(
         run,
         in_axes=(
             (ax.ACT_BATCH, ax.ACT_SEQ, None),
-            logical_axes(factor, (None, ax.VOCAB)),
+            head_axes(factor),
             axes,
         ),
         out_axes=((), (ax.ACT_BATCH,) if has_rows else {}),
@@ -153,28 +152,31 @@ def _sum_of_chunks(chunk_loss: ChunkLoss, hidden: Array, weight: Any, tokens: An
 
 
 def _sums_and_gradients(
-    chunk_loss: ChunkLoss, hidden: Array, weight: Array, tokens: Any
-) -> tuple[Any, tuple[Array, Array]]:
-    def body(carry: tuple[Array, Array], part: tuple[Array, Any]) -> tuple[Any, Any]:
+    chunk_loss: ChunkLoss, hidden: Array, weight: Any, tokens: Any
+) -> tuple[Any, tuple[Array, Any]]:
+    def body(carry: tuple[Array, Any], part: tuple[Array, Any]) -> tuple[Any, Any]:
         (total, d_weight), (hidden, tokens) = carry, part
         loss_and_gradients = jax.value_and_grad(chunk_loss, argnums=(0, 1), has_aux=True)
         (summed, by_row), (d_hidden, d_part) = loss_and_gradients(hidden, weight, tokens)
-        return (total + summed, d_weight + d_part.astype(jnp.float32)), (d_hidden, by_row)
+        d_weight = jax.tree.map(lambda d, part: d + part.astype(jnp.float32), d_weight, d_part)
+        return (total + summed, d_weight), (d_hidden, by_row)
 
-    zeros = match_varying(jnp.zeros(weight.shape, jnp.float32), weight)
+    zeros = jax.tree.map(
+        lambda leaf: match_varying(jnp.zeros(leaf.shape, jnp.float32), leaf), weight
+    )
     (total, d_weight), (d_hidden, by_row) = jax.lax.scan(
         body, (_zero(tokens), zeros), (hidden, tokens)
     )
     sums = total, None if by_row is None else jnp.sum(by_row, axis=0)
-    return sums, (d_hidden, d_weight.astype(weight.dtype))
+    return sums, (d_hidden, jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), d_weight, weight))
 
 
 def _scale(
-    chunk_loss: ChunkLoss, gradients: tuple[Array, Array], cotangents: tuple[Array, Any]
-) -> tuple[Array, Array, None]:
+    chunk_loss: ChunkLoss, gradients: tuple[Array, Any], cotangents: tuple[Array, Any]
+) -> tuple[Array, Any, None]:
     del chunk_loss
     scale, _ = cotangents  # the sums of rows have no gradient
-    d_hidden, d_weight = (leaf * scale.astype(leaf.dtype) for leaf in gradients)
+    d_hidden, d_weight = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
     return d_hidden, d_weight, None
 
 

@@ -26,7 +26,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.sequences import current_order, inverse_of, lay_out, token_numbers
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.embedding import head_weight, only_predicted, output_logits
+from jaxmoe.models.embedding import HeadWeight, head_weight, only_predicted, output_logits
 from jaxmoe.models.transformer import Output, forward
 from jaxmoe.routing.balancers.base import of_weights
 from jaxmoe.routing.replay import EXPERTS, check_replayed
@@ -45,7 +45,7 @@ _EXPERTS = ("expert_in", "expert_out")
 
 def summed_loss(
     hidden: Float[Array, "B S D"],
-    weight: Float[Array, "D V"],
+    weight: HeadWeight,
     batch: Batch,
     *,
     model: ModelConfig,
@@ -57,7 +57,7 @@ def summed_loss(
 
     Args:
         hidden: Activations after the final norm.
-        weight: Output projection.
+        weight: Result of `head_weight`.
         batch: Targets, loss weights and extra arrays, in the order of `hidden`.
         model: Logit multiplier and vocabulary.
         execution: `loss_chunk`, dtype and placement.
@@ -87,7 +87,7 @@ def summed_loss(
 
 def _all_nll(
     hidden: Float[Array, "B S D"],
-    weight: Float[Array, "D V"],
+    weight: HeadWeight,
     targets: Int[Array, "B S"],
     prediction: TokenPrediction,
 ) -> Float[Array, "B S"]:

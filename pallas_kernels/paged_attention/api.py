@@ -6,8 +6,9 @@
     table [rows W]         pages of a row's sequence, in order: position u is at page table[u // G]
 
 The queries are one row of T: R sequences with one query each, then sequences with C queries each
-(a piece of a prompt). A query at position p sees the positions u <= p of its own sequence, and with
-a window those with p - u < window. Slots that are not filled yet are therefore the future.
+(a piece of a prompt). A query at position p sees the positions u <= p of its own sequence, with a
+window those with p - u < window, and with chunks those with u // chunk = p // chunk. Slots that are
+not filled yet are therefore the future.
 
     reference     gathers the pages and masks a softmax, in float32
     xla           gathers the pages, then `flash_attention` with positions
@@ -68,6 +69,7 @@ def paged_attention(
     positions: Int[Array, " T"],
     *,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -84,6 +86,7 @@ def paged_attention(
         positions: Positions of the queries; -1 for padding, whose result is 0, or with
             "pallas_tpu" anything.
         window: Distance from which keys are hidden.
+        chunk: Positions of a chunk, whose queries see no other; by "reference" or "xla".
         softcap: Bound of the logits: tanh squashes them to (-softcap, softcap).
         scale: Factor of the logits; None is 1 / sqrt(H).
         implementation: Implementation to run; None picks the fastest that runs here.
@@ -99,14 +102,14 @@ def paged_attention(
     """
     tables = Tables(singles, pieces)
     check_arguments(q, pool, tables, positions)
-    if returns_lse:
+    if returns_lse or chunk is not None:
         implementation = implementation or "xla"
         if implementation.startswith("pallas"):
+            lacking = "returns no log-sum-exp" if returns_lse else f"has no chunks (chunk={chunk})"
             raise ValueError(
-                f"paged_attention: implementation={implementation!r} returns no log-sum-exp: choose"
-                " 'xla'"
+                f"paged_attention: implementation={implementation!r} {lacking}: choose 'xla'"
             )
-    rules = rules_of(q, window, softcap, scale, implementation, returns_lse)
+    rules = rules_of(q, window, softcap, scale, implementation, returns_lse, chunk)
     arrays = (q, pool, layer, tables, positions)
     attend = OPERATION.function(implementation, q, pool)
     return _without_gradient(*match_varying(arrays, arrays), rules, attend)

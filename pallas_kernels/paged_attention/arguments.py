@@ -35,6 +35,8 @@ class PagedRules:
     """Implementation that was asked for; what gathers pages asks `flash_attention` for it."""
     returns_lse: bool = False
     """Whether the log-sum-exp is returned beside the output."""
+    chunk: int | None = None
+    """Positions of a chunk, whose queries see no other."""
 
 
 def rules_of(
@@ -44,6 +46,7 @@ def rules_of(
     scale: float | None,
     implementation: Implementation | None,
     returns_lse: bool = False,
+    chunk: int | None = None,
 ) -> PagedRules:
     """Return the rules of a call.
 
@@ -54,10 +57,13 @@ def rules_of(
         scale: Argument of paged_attention; None is 1 / sqrt(H).
         implementation: Argument `implementation` of paged_attention.
         returns_lse: Argument of paged_attention.
+        chunk: Argument of paged_attention.
 
     Raises:
-        ValueError: The window is less than 1, or the cap not above 0.
+        ValueError: The window or the chunk is less than 1, or the cap not above 0.
     """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"paged_attention: chunk={chunk} must be at least 1, or None for none.")
     if window is not None and window < 1:
         raise ValueError(
             f"paged_attention: window={window} must be at least 1 (the query's own position), "
@@ -72,6 +78,7 @@ def rules_of(
         scale=factor,
         requested=implementation,
         returns_lse=returns_lse,
+        chunk=chunk,
     )
 
 

@@ -48,6 +48,8 @@ def _part(
     sees = distance >= 0
     if rules.window is not None:
         sees &= distance < rules.window
+    if rules.chunk is not None:
+        sees &= positions.reshape(rows, -1, 1) // rules.chunk == slots[None, None] // rules.chunk
     # What no query sees may be anything, NaN included.
     pages = jnp.where(sees.any(1)[:, :, None, None, None], pages, 0.0)
     pages = jnp.repeat(pages, heads // pages.shape[2], axis=2)

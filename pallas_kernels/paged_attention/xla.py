@@ -50,12 +50,20 @@ def attend_gathered(
         gathered = jax.tree.map(gather, pool)
         is_few = isinstance(gathered, QuantizedArray)
         k, v = split(dequantize(gathered, q.dtype) if is_few else gathered.astype(q.dtype))
+        q_positions = positions.reshape(rows, -1)
+        kv_positions = jnp.arange(width * size, dtype=jnp.int32)
+        chunks = {}
+        if rules.chunk is not None:
+            chunks["q_segment_ids"] = q_positions // jnp.int32(rules.chunk)
+            kv_chunks = kv_positions // jnp.int32(rules.chunk)
+            chunks["kv_segment_ids"] = jnp.broadcast_to(kv_chunks, (rows, width * size))
         out, lse = flash_attention(
             q.reshape(rows, -1, *q.shape[1:]),
             k,
             v,
-            q_positions=positions.reshape(rows, -1),
-            kv_positions=jnp.arange(width * size, dtype=jnp.int32),
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            **chunks,
             window=rules.window,
             softcap=rules.softcap,
             scale=rules.scale,

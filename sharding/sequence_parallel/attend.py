@@ -66,8 +66,8 @@ def attend(
     rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
     heads = (*rows, ax.ACT_HEADS, None)
     kv_heads = (*rows, ax.ACT_KV_HEADS, None)
-    if config.layout == "document_zigzag" and rules.window is not None:
-        # Its kernels know the order of tokens without positions, but no distances.
+    if config.layout == "document_zigzag" and not (rules.window is None and rules.chunk is None):
+        # Its kernels know the order of tokens by documents without positions, but no distances.
         tokens = config.token_order(q.shape[1], sequence_ranks(placement))
         if order is not None:
             positions = order.by_row

@@ -99,7 +99,11 @@ class KVCache(NamedTuple):
             slots = new.positions - key_positions[0]
             cache = write_tokens(cache, new.k, new.v, new.layer, slots)
             keys, values = (out_of_cache(layer_of(part, new.layer), new.q.dtype) for part in cache)
-            token_pair = HeldTokens(new.positions, None), HeldTokens(key_positions, None)
+            rows = new.q.shape[0]
+            token_pair = (
+                HeldTokens.at(new.positions, rows, rules),
+                HeldTokens.at(key_positions, rows, rules),
+            )
             out, seen = attend_and_merge(
                 LocalAttention(new.q, keys, values, *token_pair, rules), axes
             )

@@ -12,6 +12,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Implementation, flash_attention
@@ -29,6 +30,9 @@ class AttentionRules:
     """A query sees no later key."""
     window: int | None = None
     """Positions that a query sees, itself included; None: all."""
+    chunk: int | None = None
+    """Positions of a chunk, whose queries see no other chunk; None: all. Caches compare positions;
+    rows without a cache have a segment for each chunk."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
     scale: float | None = None
@@ -55,6 +59,20 @@ class HeldTokens(NamedTuple):
     """None: from 0, in order."""
     segment_ids: Int[Array, "B S"] | None
     """None: one segment a row."""
+
+    @classmethod
+    def at(cls, positions: Int[Array, "*B S"], rows: int, rules: AttentionRules) -> HeldTokens:
+        """Return tokens of one document a row, with a segment for each chunk.
+
+        Args:
+            positions: Positions in the document, of all rows together or of each.
+            rows: B.
+            rules: Mask.
+        """
+        if rules.chunk is None:
+            return cls(positions, None)
+        chunks = positions // jnp.int32(rules.chunk)
+        return cls(positions, jnp.broadcast_to(chunks, (rows, positions.shape[-1])))
 
 
 class LocalAttention(NamedTuple):

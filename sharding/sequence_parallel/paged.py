@@ -184,6 +184,7 @@ def attend_pages(
             tables.pieces,
             positions,
             window=rules.window,
+            chunk=rules.chunk,
             softcap=rules.softcap,
             scale=rules.scale,
             implementation=rules.implementation,

@@ -25,7 +25,7 @@ from jaxmoe.contrib.depth.loop import HyperloopConfig, LoopConfig
 from jaxmoe.contrib.depth.skipping import SkippingConfig
 from jaxmoe.contrib.rl.config import RolloutsConfig
 from jaxmoe.execution import OffloadConfig
-from jaxmoe.models.config import LayerConfig
+from jaxmoe.models.config import LayerConfig, ModelOptions
 from jaxmoe.models.transformer import forward
 from jaxmoe.precision import MixedConfig
 from jaxmoe.routing import CapacityConfig
@@ -120,6 +120,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"execution.pipeline": InterleavedConfig()},
     ),
     (STAGES | SHARED_KEYS, ONE_STAGE),
+    (STAGES | {"model.options": ModelOptions(has_head_bias=True)}, ONE_STAGE),
     ({"execution.precision.mixed": MixedConfig()}, {"execution.precision.mixed": None}),
     (
         {

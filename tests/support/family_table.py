@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what works for each family of transformers, and writes the table of the documentation.
 
-    python -m tests.support.family_table           # writes `.docs/concepts/families.md`
-    python -m tests.support.family_table olmoe     # the same, and measures one family alone
+    python -m tests.support.family_table          # writes `.docs/concepts/families.md`
+    python -m tests.support.family_table mixtral  # writes the rows of some families
 
 The logits are compared with those that a model of transformers with the same tensors left in the
 golden file of the family; parity of further variants is in `test_parity.py`.
@@ -14,7 +14,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,10 @@ def layers_of(model: ModelConfig) -> str:
         names += [mixer.name, *options_of(getattr(mixer, "options", None))]
         if getattr(mixer, "window", None) is not None:
             names.append("window")
+        if getattr(mixer, "chunks", None) is not None:
+            names.append("chunks")
+        if getattr(mixer, "qk_norm", None) == "unit":
+            names.append("qk norm unit")
         if getattr(mixer, "query_temperature", None) is not None:
             names.append("query temperature")
         if getattr(mixer, "positions", "rotary") == "none":
@@ -248,18 +252,9 @@ def plans(case: Case) -> bool:
     return least_memory(Sizes.of(plan), "cpu").total > 0
 
 
-def table(names: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of the table.
-
-    Args:
-        names: Families to measure; the rows of others are those of the page.
-    """
-    written = written_rows()
-    yield f"| {' | '.join(COLUMNS)} |"
-    yield "| --- " * len(COLUMNS) + "|"
-    for name in huggingface_models.CONFIGS:
-        cells = row(name) if name in names or name not in written else written[name]
-        yield f"| {' | '.join(cells.values())} |"
+def line_of(cells: dict[str, str]) -> str:
+    """Return a line of the table."""
+    return f"| {' | '.join(cells.values())} |"
 
 
 def written_rows() -> dict[str, dict[str, str]]:
@@ -270,17 +265,20 @@ def written_rows() -> dict[str, dict[str, str]]:
     return {cells["family"].strip("`"): cells for cells in rows}
 
 
-def main() -> None:
-    """Write the table: all rows, or those of the families that the command line names."""
+def main(names: Sequence[str]) -> None:
+    """Write the rows of families, of all of them where none is named."""
     text = PAGE.read_text(encoding="utf-8")
-    lines = []
-    for line in table(sys.argv[1:] or tuple(huggingface_models.CONFIGS)):
-        print(line, file=sys.stderr, flush=True)
-        lines.append(line)
+    rows = written_rows() if names else {}
+    for name in names or huggingface_models.CONFIGS:
+        rows[name] = row(name)
+        print(line_of(rows[name]), file=sys.stderr, flush=True)
+    rows = {name: rows[name] for name in huggingface_models.CONFIGS if name in rows}
+    lines = [line_of(dict.fromkeys(COLUMNS, "---")), *map(line_of, rows.values())]
+    lines.insert(0, line_of({column: column for column in COLUMNS}))
     body = "\n".join(lines)
     text = re.sub(f"{FIRST}\n.*?{LAST}", f"{FIRST}\n{body}\n{LAST}", text, flags=re.DOTALL)
     PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -122,12 +122,21 @@ _RENAMED = {
     "mlp.moe_statics.e_score_correction_bias": "mlp.gate.moe_statics.e_score_correction_bias",
 }
 """Names on disk and in memory of tensors that are stacked in both."""
+_UNGATED = re.compile(r"(.*\.mixer)\.experts\.0\.up_proj\.weight")
 _EXPERT = re.compile(r"(.*)\.experts\.0\.(?:gate_proj|w1)\.weight")
 
 
 def stacked(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The layout in memory of transformers 5: experts stacked, gate before up."""
     state, names = dict(state), ("gate_proj", "up_proj", "down_proj")
+    state = {re.sub("^backbone", "model", key): values for key, values in state.items()}
+    for block in [match[1] for key in list(state) if (match := _UNGATED.fullmatch(key))]:
+        for name in ("up_proj", "down_proj"):
+            keys = [
+                key for key in state if re.fullmatch(rf"{block}\.experts\.\d+\.{name}\.weight", key)
+            ]
+            keys.sort(key=lambda key: int(key.split(".")[-3]))
+            state[f"{block}.experts.{name}"] = np.stack([state.pop(key) for key in keys])
     for old, new in _RENAMED.items():
         for key in [key for key in state if key.endswith(old)]:
             state[key.removesuffix(old) + new] = state.pop(key)

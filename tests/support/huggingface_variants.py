@@ -335,16 +335,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "short_factor": [1.1, 1.3, 1.7, 2.2],
                 "long_factor": [1.2, 2.5, 3.5, 5.0],
                 "short_mscale": 1.2,
-                "long_mscale": 1.2,
+                "long_mscale": 1.4,
                 "factor": 3.0,
                 "original_max_position_embeddings": 12,
             },
         },
     ),
-    "phimoe, window, three layers, tied": (
+    # In long rows transformers takes long_mscale, yet the short divisors, so that these are equal.
+    "phimoe, long rows of longrope, window, three layers, tied, no bias of the head": (
         "phimoe",
-        {"sliding_window": 4, "num_hidden_layers": 3, "tie_word_embeddings": True},
+        {
+            "sliding_window": 4,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+            "lm_head_bias": False,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 30.0,
+                "short_factor": [1.1, 1.3, 1.7, 2.2],
+                "long_factor": [1.1, 1.3, 1.7, 2.2],
+                "short_mscale": 1.2,
+                "long_mscale": 0.8,
+                "factor": 3.0,
+                "original_max_position_embeddings": 5,
+            },
+        },
     ),
+    "phimoe, tied, a bias of the head": ("phimoe", {"tie_word_embeddings": True}),
     "cohere2_moe, patterns, softmax, no biases, tied": (
         "cohere2_moe",
         {
@@ -368,7 +385,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "mlp_layer_types": ["sparse"] * 4,
             "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "average",
             "num_key_value_heads": 3,
+        },
+    ),
+    "cohere2_moe, softmax, two shared experts in the average": (
+        "cohere2_moe",
+        {
+            "expert_selection_fn": "softmax",
+            "shared_expert_combination_strategy": "average",
+            "num_experts": 5,
         },
     ),
     "qwen2_moe, renormalised, no biases, named layers, linear": (
@@ -533,11 +559,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layers": None,
             "no_rope_layers": None,
             "no_rope_layer_interval": 2,
-            "layer_types": None,
             "attention_chunk_size": 64,
             "max_position_embeddings": 64,
             "attention_bias": True,
             "attn_temperature_tuning": False,
+            "use_qk_norm": False,
         },
     ),
     "llama4_text, experts everywhere, first layer without rope, llama3": (
@@ -546,7 +572,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "moe_layers": [0, 1, 2],
             "no_rope_layers": [0, 1, 1],
-            "layer_types": ["full_attention"] * 3,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "attention_chunk_size": 3,
             "tie_word_embeddings": True,
             "num_key_value_heads": 3,
             "rope_parameters": {
@@ -554,9 +581,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_theta": 60.0,
                 "factor": 4.0,
                 "low_freq_factor": 1.0,
-                "high_freq_factor": 3.0,
+                "high_freq_factor": 1.0,
                 "original_max_position_embeddings": 16,
             },
+        },
+    ),
+    "nemotron_h, no experts, a pattern, no biases, one group": (
+        "nemotron_h",
+        {
+            "layers_block_type": None,
+            "hybrid_override_pattern": "M-M-MM*-*",
+            "num_hidden_layers": 9,
+            "use_bias": False,
+            "use_conv_bias": False,
+            "n_groups": 1,
+            "head_dim": 12,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "nemotron_h, experts of one group everywhere, as wide as the shared one": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["full_attention", "moe"] * 2,
+            "num_hidden_layers": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "moe_shared_expert_intermediate_size": 10,
+            "n_routed_experts": 5,
         },
     ),
     "minimax, layers in turn, one block": (

@@ -52,7 +52,7 @@ from jax.sharding import Mesh
 from jaxmoe.checkpoint.huggingface.export import CONFIG
 from jaxmoe.checkpoint.huggingface.export import to_huggingface as to_huggingface
 from jaxmoe.checkpoint.huggingface.families.own import family_of
-from jaxmoe.checkpoint.huggingface.family import Family, without_constants
+from jaxmoe.checkpoint.huggingface.family import Family, text_fields, without_constants
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import check_plain, plain_file, read_object
 from jaxmoe.checkpoint.huggingface.stored_weights import decode_weights
@@ -155,7 +155,7 @@ def open_huggingface(
     if state_dict is None and isinstance(config, Mapping):
         raise CheckpointError("from_huggingface needs tensors: give the model's state_dict")
     if isinstance(config, Mapping):
-        fields = config
+        fields = text_fields(config)
         where = ""
         check_fields(fields)
     else:
@@ -170,6 +170,8 @@ def open_huggingface(
         path = pathlib.Path(str(config))
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
+    if family.whole is not None:
+        tensors = family.whole.text_tensors(tensors)
     tensors = decode_weights(fields, tensors)
     check_sizes(model, fields, tensors, family.rules, where)
     tensors = _compute(family, fields, tensors)
@@ -195,7 +197,8 @@ def _compute(
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a config.json, given as a file or its directory.
+    """Return the fields of a config.json, given as a file or its directory; of a model of text and
+    images those of its text model.
 
     Raises:
         CheckpointError: The file cannot be read or is not a plain file, holds no JSON object, or a
@@ -203,7 +206,7 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     place = pathlib.Path(path)
     file = plain_file(place, CONFIG) if place.is_dir() else check_plain(place)
-    fields = read_object(file)
+    fields = dict(text_fields(read_object(file)))
     check_fields(fields, f"{file}: ")
     return fields
 

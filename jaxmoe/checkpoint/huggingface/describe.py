@@ -22,7 +22,7 @@ from jaxmoe.configs import varying_fields
 from jaxmoe.layers.context import heads_of
 from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.layers.mixers.attention_parts import NO_OPTIONS, AttentionOptions
-from jaxmoe.models.config import MixerBase, ModelConfig, MoEConfig
+from jaxmoe.models.config import DenseConfig, MixerBase, ModelConfig, MoEConfig
 from jaxmoe.routing import LossFreeConfig
 
 
@@ -169,23 +169,21 @@ def normal_form(model: ModelConfig) -> ModelConfig:
                 f" {sizes.dense_dim} and layer {dense[0]} one of {width}, and no family of"
                 " transformers has two widths"
             )
-    is_dense = len(dense) == len(kinds)
     attention = model.attention
     if False in firsts or attention.is_recurrent:
         attention = firsts.get(False, (0, kinds[0][0]))[1]
+    feed_forwards = [kind.feed_forward for kind in model.kinds]
+    plain = DenseConfig(hidden_dim=width)
+    is_usual = all(fed.is_routed or fed == plain for fed in feed_forwards)
+    has_experts = any(fed.is_routed for fed in feed_forwards)
     return dataclasses.replace(
         model,
         attention=attention,
-        moe=None if is_dense else model.moe,
-        dense_layers=() if is_dense else dense,
+        moe=model.moe if has_experts else None,
+        dense_layers=dense if has_experts and is_usual else (),
         dense_dim=width,
         layers=layers_of(
-            [mixer for mixer, _ in kinds],
-            attention,
-            [
-                None if kind.feed_forward.name in ("dense", "moe") else kind.feed_forward
-                for kind in model.kinds
-            ],
+            [mixer for mixer, _ in kinds], attention, None if is_usual else feed_forwards
         ),
     )
 

@@ -33,8 +33,8 @@ from jaxmoe.checkpoint.huggingface.family import FAMILIES, Family
 from jaxmoe.checkpoint.huggingface.files import Planned, write_tensors
 from jaxmoe.checkpoint.huggingface.tokenizer import GENERATION
 from jaxmoe.checkpoint.huggingface.weights import (
+    EMBEDDINGS,
     ROUTER_STATE,
-    WTE,
     TensorPiece,
     pieces_of,
     state_table,
@@ -48,7 +48,7 @@ from jaxmoe.scaling.initialize import parameter_table
 
 CONFIG = "config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks|backbone\.layers)\.(\d+)\.")
 _SHOWN = 20
 _IN_MEMORY = (
     ".mlp.gate.weight",
@@ -314,7 +314,7 @@ class _ExportSource:
             match = _LAYER.match(key)
             if match:
                 return int(match[1])
-            return -1 if "embed" in key or key == WTE else len(self._parts)
+            return -1 if key in EMBEDDINGS else len(self._parts)
 
         def dtype_of(row: ParameterSpec) -> str:
             return "float32" if row.path.startswith(f"{ROUTER_STATE}/") else dtype

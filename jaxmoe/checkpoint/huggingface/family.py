@@ -14,6 +14,8 @@ extends `Family`, its row in `jaxmoe/catalog/serving.py`, its row of CONFIGS in
 from __future__ import annotations
 
 import abc
+import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -26,6 +28,9 @@ from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
+_OF_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 _ROUNDING = 2.0**-7
 """Difference of constants that their dtype explains, bfloat16 included."""
 
@@ -41,6 +46,37 @@ class Constant(NamedTuple):
     """Whether `transformers` reads it; the values of another are not compared."""
 
 
+class WholeModel(NamedTuple):
+    """A model of text and images around the text model of a family, which alone is read."""
+
+    name: str
+    """`model_type` of its config, whose `text_config` is that of the family."""
+    prefix: str
+    """Start of the names of the text model's tensors."""
+    replacement: str
+    """What they start with in the family."""
+    left_out: tuple[str, ...]
+    """Starts of the names of all other parts' tensors."""
+
+    def text_tensors(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the tensors of the text model by their names in the family, with a warning.
+
+        Args:
+            tensors: Tensors by name, of the whole model or of the text model alone.
+        """
+        if not any(name.startswith(self.prefix) for name in tensors):
+            return tensors
+        others = [name for name in tensors if name.startswith(self.left_out)]
+        if others:
+            message = "%d tensors beside the text model are left out, %s first"
+            logger.warning(message, len(others), others[0])
+        return {
+            re.sub(f"^{re.escape(self.prefix)}", self.replacement, name): tensor
+            for name, tensor in tensors.items()
+            if not name.startswith(self.left_out)
+        }
+
+
 class Family(abc.ABC):
     """One architecture of `transformers`."""
 
@@ -54,6 +90,8 @@ class Family(abc.ABC):
     """Name of the attention config, and its `qk_norm`; None where it has none, or any is read."""
     recurrent: ClassVar[str | None] = None
     """Name of the mixer of its recurrent layers, if it has any."""
+    whole: ClassVar[WholeModel | None] = None
+    """Model of text and images whose text model this is."""
     rules: ClassVar[tuple[Rule, ...]]
     """Rules from tensors to parameters."""
 
@@ -120,6 +158,23 @@ def family(name: str) -> Family:
             + closest(str(name)[:100], FAMILIES)
         )
     return FAMILIES[name]()
+
+
+def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the text model of a model of text and images; others as they are.
+
+    Token ids and the format of the weights are those of the whole model, where it has them.
+
+    Args:
+        fields: Fields of config.json.
+    """
+    text: Any = fields.get("text_config")
+    name: Any = text.get("model_type") if isinstance(text, Mapping) else None
+    if name not in FAMILIES or FAMILIES[name].whole is None:
+        return fields
+    if FAMILIES[name].whole.name != fields.get("model_type"):
+        return fields
+    return {**text, **{key: fields[key] for key in _OF_WHOLE if fields.get(key) is not None}}
 
 
 def without_constants(

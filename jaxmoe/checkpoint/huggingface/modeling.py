@@ -111,9 +111,9 @@ def check_computed(model: ModelConfig) -> None:
     if mixers:
         names = sorted({mixer.name for mixer in mixers})
         lines.append(f"model.layers with the mixer {' and '.join(names)}")
-    fed = {kind.feed_forward.name for kind in model.kinds} - {"dense", "moe"}
-    if fed:
-        lines.append(f"model.layers with the feed-forward {' and '.join(sorted(fed))}")
+    named = {layer.feed_forward.name for layer in model.layers if layer.feed_forward is not None}
+    if named:
+        lines.append(f"model.layers with the feed-forward {' and '.join(sorted(named))}")
     if moe is not None and moe.capacity is not None and not moe.capacity.traits.is_for_training:
         lines.append("model.moe.capacity: only None")
     if lines:
@@ -187,7 +187,8 @@ class Attention(nn.Module):
         if config["is_gated"]:
             self.gate_proj = nn.Linear(width, heads, bias=False)
         sizes = {"head": (dim, dim), "full": (heads * dim, kv_heads * dim)}
-        if config["qk_norm"] != "none":
+        self.epsilon = model["norm_epsilon"]
+        if config["qk_norm"] in sizes:
             q_dim, k_dim = sizes[config["qk_norm"]]
             self.q_norm = RMSNorm(q_dim, model["norm_epsilon"])
             self.k_norm = RMSNorm(k_dim, model["norm_epsilon"])
@@ -201,6 +202,9 @@ class Attention(nn.Module):
         x = x.view(*x.shape[:2], -1, dim)
         if kind == "head" and name != "v":
             x = getattr(self, name + "_norm")(x)
+        if kind == "unit" and name != "v":
+            wide = x.float()
+            x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x)
         return x.transpose(1, 2)
 
     def forward(self, x, positions, is_seen):

@@ -12,10 +12,10 @@ from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.huggingface.ropes import read_rope
 from jaxmoe.checkpoint.manifest import CheckpointError
-from jaxmoe.layers.context import FeedForwardBase
 from jaxmoe.layers.mixers.attention_parts import AttentionOptions
 from jaxmoe.models.config import (
     AttentionConfig,
+    FeedForwardBase,
     ForwardMultipliers,
     LatentAttentionConfig,
     LayerConfig,
@@ -336,7 +336,7 @@ def biased_options(fields: Fields, *, has_bias: bool = False, **options: Any) ->
 def grouped_attention(
     fields: Fields,
     *,
-    qk_norm: Literal["none", "head", "full"],
+    qk_norm: Literal["none", "head", "full", "unit"],
     rope_theta: float = 10_000.0,
     rotary_share: float | None = None,
     window: int | None = None,
@@ -469,27 +469,30 @@ def assemble(
 def layers_of(
     mixers: Sequence[MixerBase],
     attention: MixerBase,
-    feed_forwards: Sequence[FeedForwardBase | None] | None = None,
+    feed_forwards: Sequence[FeedForwardBase] | None = None,
 ) -> tuple[LayerConfig, ...]:
-    """Return the shortest period of `ModelConfig.layers` with these mixers.
+    """Return the shortest period of `ModelConfig.layers` with these mixers and feed-forwards.
 
     Args:
         mixers: Mixer of each layer.
         attention: Mixer of the layers for which the period names none.
-        feed_forwards: Feed-forward of each layer, None for one that is dense or of experts; all of
-            them are when None.
+        feed_forwards: Feed-forward of each layer, of which the period names those that are not
+            routed; where None it names none.
 
     Returns:
-        The period; empty where all layers have `attention` and no feed-forward of their own.
+        The period; empty where all layers have `attention` and no feed-forward is named.
     """
-    halves = zip(mixers, feed_forwards or [None] * len(mixers), strict=True)
     layers = [
-        LayerConfig(mixer=None if mixer == attention else mixer, feed_forward=feed_forward)
-        for mixer, feed_forward in halves
+        LayerConfig(
+            mixer=None if mixer == attention else mixer,
+            feed_forward=None if fed is None or fed.is_routed else fed,
+        )
+        for mixer, fed in zip(mixers, feed_forwards or [None] * len(mixers), strict=True)
     ]
     length = next(
         length
         for length in range(1, len(layers) + 1)
         if all(layer == layers[index % length] for index, layer in enumerate(layers))
     )
-    return () if layers[:length] == [LayerConfig()] else tuple(layers[:length])
+    period = tuple(layers[:length])
+    return () if period == (LayerConfig(),) else period

@@ -127,13 +127,15 @@ def experts(
     """
     gate, up, down = names
     expert = f"{block}.experts.{{expert}}."
-    stacked = f"{in_memory}.experts.gate_up_proj"
+    places = dict.fromkeys((in_memory, block))  # transformers writes stacked ones under both
+    stacked = [f"{place}.experts.gate_up_proj" for place in places]
+    down_stacked = [f"{place}.experts.down_proj" for place in places]
     routers = (f"{block}.{router}.weight", f"{in_memory}.{router_in_memory or router}.weight")
     return (
         rule("moe/router/weight", *routers),
-        rule("moe/experts/gate_up", f"{expert}{gate}.weight", stacked, half=0),
-        rule("moe/experts/gate_up", f"{expert}{up}.weight", stacked, half=1),
-        rule("moe/experts/down", f"{expert}{down}.weight", f"{in_memory}.experts.down_proj"),
+        rule("moe/experts/gate_up", f"{expert}{gate}.weight", *stacked, half=0),
+        rule("moe/experts/gate_up", f"{expert}{up}.weight", *stacked, half=1),
+        rule("moe/experts/down", f"{expert}{down}.weight", *down_stacked),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from jaxmoe.checkpoint.huggingface import modeling
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.weights import EMBEDDING, WTE, Rule
+from jaxmoe.checkpoint.huggingface.weights import EMBEDDINGS, Rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 
@@ -94,6 +94,15 @@ _RULES: Final = (
         "sliding_window decoder_sparse_step shared_intermediate_size num_shared_experts"
         " max_window_layers",
     ),
+    # Of Nemotron-H.
+    _integer(
+        1,
+        MAX_SIZE,
+        "ssm_state_size mamba_num_heads mamba_head_dim n_groups conv_kernel chunk_size expand"
+        " moe_shared_expert_intermediate_size",
+    ),
+    _SizeRule("a string", lambda value: isinstance(value, str), "hybrid_override_pattern"),
+    _SizeRule("true or false", lambda value: isinstance(value, bool), "use_conv_bias mlp_bias"),
     # Of families with linear attention.
     _integer(
         1,
@@ -122,6 +131,7 @@ _RULES: Final = (
         lambda value: _is_finite(value) and value > 0,
         "rms_norm_eps rope_theta embedding_multiplier residual_multiplier logits_scaling"
         " attention_multiplier clip_qkv moe_normalize_expert_weights layer_norm_eps logit_scale"
+        " layer_norm_epsilon"
         " swiglu_limit swiglu_alpha moe_norm_min attn_scale",
     ),
     _SizeRule(
@@ -186,7 +196,7 @@ _OF_ROPE: Final = (
         " short_mscale long_mscale attention_factor",
     ),
 )
-_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks|backbone\.layers)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SIZES: Final = {
     "vocabulary": ("vocab_size",),
@@ -212,6 +222,7 @@ _OWN_SIZES: Final = {
 """Names of the same sizes in a model with its own modelling file."""
 _STACKED = (
     ".experts.gate_up_proj",
+    ".experts.up_proj",
     ".experts.down_proj",
     ".block_sparse_moe.input_linear.weight",
     ".block_sparse_moe.output_linear.weight",
@@ -315,7 +326,7 @@ def _too_large(
     head_dim = max((heads.head_dim for heads in model.context.heads), default=0)
     if head_dim > MAX_HEAD_DIM:
         yield "head", head_dim, f"heads of at most {MAX_HEAD_DIM} are read"
-    embedding = next((name for name in (EMBEDDING, WTE) if name in tensors), None)
+    embedding = next((name for name in EMBEDDINGS if name in tensors), None)
     shape = tuple(tensors[embedding].shape) if embedding else ()
     if len(shape) == 2:
         origin = f"{embedding} is {list(shape)}"

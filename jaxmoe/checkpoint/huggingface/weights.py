@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -46,6 +47,8 @@ from sharding.rules import LogicalAxisRules
 EMBEDDING = "model.embed_tokens.weight"
 WTE = "transformer.wte.weight"
 """The embedding in families with blocks of `transformer`."""
+EMBEDDINGS = (EMBEDDING, WTE, "backbone.embeddings.weight", "model.embeddings.weight")
+"""Names of the embedding in all families."""
 HEAD = "lm_head.weight"
 ROUTER_STATE = "router_state"
 """First part of the paths of router state."""
@@ -84,6 +87,8 @@ class Rule:
     fused_from: int = 0
     """Number in `keys` of the first tensor that `fused` is about; those before it hold this
     parameter alone."""
+    counts: Literal["layers", "mixers", "feed_forwards"] = "layers"
+    """What {layer} counts: layers, or halves of layers, of which the rule is about one."""
     heads_of: str | None = None
     """Path from the block of a parameter with heads, as many as the tensor has groups of outputs:
     the parameters of `fused` follow one another within each group, and each has an equal share of
@@ -268,18 +273,27 @@ def _pieces(
         if layers is None:
             yield from _of_layer(row, rule, (), _select(rule.keys, names)[1], fused)
             continue
+        places = _numbers(model, rule.counts)
         for offset, layer in enumerate(layers):
-            number, key = _select([_name_of(key, layer) for key in rule.keys], names)
+            keys = [_name_of(key, layer, places[layer]) for key in rule.keys]
+            number, key = _select(keys, names)
             span = fused if number >= rule.fused_from else None
             idle = model.moe.num_zero_computation if rule.has_idle_experts and model.moe else 0
             for piece in _of_layer(row, rule, (offset,), key, span, idle):
                 yield from _by_head(row, piece, groups) if rule.heads_of else (piece,)
 
 
-def _name_of(key: str, layer: int) -> str:
+def _name_of(key: str, layer: int, place: str) -> str:
     """Return a key of a rule with the numbers of a layer."""
-    key = key.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2))
+    key = key.replace("{layer}", place).replace("{pair}", str(layer // 2))
     return key.replace("{side}", str(layer % 2))
+
+
+def _numbers(model: ModelConfig, counts: str) -> Sequence[str]:
+    """Return the number in names of each layer, or of each layer's mixer or feed-forward."""
+    halves = [1 + (kind.feed_forward.name != "none") for kind in model.kinds]
+    sizes = [1] * len(halves) if counts == "layers" else halves
+    return list(map(str, itertools.accumulate(sizes, initial=int(counts == "feed_forwards"))))
 
 
 def _outputs(row: ParameterSpec) -> int:

@@ -235,7 +235,8 @@ class Chain:
             stream: Stream.
             at: Index in each row whose logits are computed, alone [B 1 V]; all when None.
         """
-        names = ("final_norm", "embedding" if self.model.has_tied_embeddings else "head")
+        names = ["final_norm", "embedding" if self.model.has_tied_embeddings else "head"]
+        names += ["head"] if self.model.extras.has_head_bias else []
         params = {name: self.params[name] for name in names}
         return _logits(self.model, self.execution, params, stream, at)
 

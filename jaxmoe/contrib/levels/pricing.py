@@ -87,10 +87,11 @@ def level_cost(plan: StepPlan, degrees: tuple[int, ...], chip: Chip) -> LevelCos
             windows += kind.mixer.flops_per_token(plan.sequence_length)
             continue
         features = 6.0 * heads.num_heads * (heads.head_dim + heads.value_dim)
-        if heads.window is None:
-            pair += features
+        widths = [width for width in (heads.window, heads.chunk) if width is not None]
+        if widths:
+            windows += features * min(widths)
         else:
-            windows += features * heads.window
+            pair += features
         attention = sizes.attention(heads)
         for level, degree in enumerate(degrees):
             length = attention.length // attention.ranks * degree

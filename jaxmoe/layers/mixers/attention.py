@@ -35,12 +35,14 @@ from jaxmoe.layers.context import (
 from jaxmoe.layers.mixers.attention_parts import (
     NO_OPTIONS,
     AttentionOptions,
+    ChunksConfig,
     QueryTemperatureConfig,
     add_biases,
     add_output_bias,
     gate_heads,
     weigh_against_sinks,
 )
+from jaxmoe.layers.norms import unit_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate_in_place
@@ -72,7 +74,9 @@ class AttentionConfig(AttentionMixer):
     name: ClassVar[str] = "grouped_query"
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     layer_fields: ClassVar[tuple[str, ...]] = (
+        "qk_norm",
         "window",
+        "chunks",
         "positions",
         "query_temperature",
         "num_kv_heads",
@@ -89,8 +93,9 @@ class AttentionConfig(AttentionMixer):
     """Key and value heads (M); divides num_heads."""
     head_dim: int = 32
     """Width of one head (H)."""
-    qk_norm: Literal["none", "head", "full"] = "head"
-    """RMSNorm of queries and keys: none, over each head, or over all heads together (OLMoE)."""
+    qk_norm: Literal["none", "head", "full", "unit"] = "head"
+    """RMSNorm of queries and keys: none, over each head, over all heads together (OLMoE), or over
+    each head without gains (Llama 4)."""
     is_gated: bool = False
     """Multiply each head's output by a sigmoid of the layer's input."""
     positions: Literal["rotary", "none"] = "rotary"
@@ -106,6 +111,8 @@ class AttentionConfig(AttentionMixer):
     """Whether a token sees no later one; masked diffusion needs False."""
     query_temperature: QueryTemperatureConfig | None = None
     """Growth of the queries with their positions, after RoPE and norms; none when None."""
+    chunks: ChunksConfig | None = None
+    """Chunks of documents, to whose own positions a query attends (Llama 4); none when None."""
     options: AttentionOptions | None = None
     """What some published models add; nothing when None."""
 
@@ -132,6 +139,11 @@ class AttentionConfig(AttentionMixer):
     def value_dim(self) -> int:
         """Width of one head's values."""
         return self.head_dim
+
+    @property
+    def chunk(self) -> int | None:
+        """Positions of a chunk; None without chunks."""
+        return None if self.chunks is None else self.chunks.size
 
     @property
     def extras(self) -> AttentionOptions:
@@ -368,6 +380,7 @@ class Attention(nn.Module):
         rules = AttentionRules(
             is_causal=config.is_causal,
             window=config.window,
+            chunk=config.chunk,
             softcap=config.softcap,
             scale=self.context.multipliers.attention_scale,
             implementation=self.execution.implementations.attention,
@@ -375,6 +388,11 @@ class Attention(nn.Module):
             keeps_lse=keeps_lse,
         )
         if cache is None:
+            if config.chunks is not None:
+                if segment_ids is not None:  # placed as the positions are
+                    segment_ids = placement.place(segment_ids, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+                where = self._positions(tokens, q.shape[1])
+                segment_ids = config.chunks.segments(where, segment_ids, q.shape[:2])
             k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))
             out, logits = attend(
                 q,
@@ -384,7 +402,7 @@ class Attention(nn.Module):
                 config=current_form(self.context, self.execution, q.shape[1]),
                 # Within a segment positions rise with the row: a mask known at trace time is equal,
                 # and lets the kernel skip hidden blocks.
-                positions=positions if segment_ids is None else None,
+                positions=positions if tokens.segment_ids is None else None,
                 segment_ids=segment_ids,
                 order=tokens.order,
                 rules=rules,
@@ -465,6 +483,8 @@ class Attention(nn.Module):
         epsilon = self.context.norm_epsilon
         if kind == "none":
             return heads
+        if kind == "unit":
+            return unit_norm(heads, epsilon)
         dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]
         norm = self.context.norm
         weights = {

@@ -1,11 +1,12 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Optional parts of grouped-query attention: biases, gates and sinks of heads, temperature.
+"""Optional parts of grouped-query attention: biases, gates and sinks of heads, temperature, chunks.
 
     q += b_q                                a bias for each head and feature; k, v and y alike
     o *= sigmoid(x Wg)                      a gate for each head, or for each feature
     o *= sigmoid(lse - sink)                a logit without a value in the softmax's denominator
     q *= a log(1 + floor((p + 1) / f)) + 1  p: position of the query
+    p // c == t // c                        key at t that a query at p may see
 
 The sink of a head: exp(lse) / (exp(lse) + exp(sink)) is the share of the softmax that its keys
 have, so that attention returns its log-sum-exp and computes no further column.
@@ -53,6 +54,39 @@ class QueryTemperatureConfig:
         """Return the factor of the queries at these positions, f32."""
         steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.floor_scale)
         return (jnp.log1p(steps) * self.attn_scale + 1.0)[:, :, None, None]
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChunksConfig:
+    """Chunks of equal length from the first position of a document on; a query sees its own."""
+
+    size: int = 8192
+    """Positions of a chunk."""
+
+    def __post_init__(self):
+        require_positive("attention.chunks", self, "size")
+
+    def segments(
+        self,
+        positions: Int[Array, "#B S"],
+        segment_ids: Int[Array, "B S"] | None,
+        shape: tuple[int, ...],
+    ) -> Int[Array, "B S"]:
+        """Return a segment for each chunk, so that any attention within segments is within chunks.
+
+        Args:
+            positions: Positions in the document.
+            segment_ids: Document of each token, 0 for padding; None: one document a row.
+            shape: Sequences and positions (B, S).
+        """
+        chunks = positions // jnp.int32(self.size)
+        if segment_ids is None:
+            return jnp.broadcast_to(chunks, shape) + jnp.int32(1)
+        # A row has at most S documents, so that no two of its pairs have the same number.
+        most = jnp.int32((2**31 - 1) // (shape[1] + 2))
+        segments = segment_ids * most + jnp.minimum(chunks, most - 1)
+        return jnp.where(segment_ids == 0, jnp.int32(0), segments)
 
 
 @with_field_docs

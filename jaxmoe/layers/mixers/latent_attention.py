@@ -70,6 +70,7 @@ class LatentAttentionConfig(AttentionMixer):
     can_quantize: ClassVar[bool] = False
     has_pages: ClassVar[bool] = True
     window: ClassVar[int | None] = None
+    chunk: ClassVar[int | None] = None
 
     num_heads: int = 4
     """Heads (N); each has keys and values of its own."""

@@ -103,9 +103,8 @@ def head_loss(
     del matrix["final_norm"]
 
     def copies(matrix: dict[str, Any]) -> Array:
-        weight = head_weight(head.used(matrix), head.model).astype(
-            execution.precision.compute_dtype
-        )
+        weight: Any = head_weight(head.used(matrix), head.model)  # biases are refused
+        weight = weight.astype(execution.precision.compute_dtype)
         return _own_copies(weight, tokens.targets, placement)
 
     weight, pull_weight = jax.vjp(copies, matrix)

@@ -137,6 +137,9 @@ def attention_received(
     is_seen = (distance >= 0) & is_token[:, :, None]
     if rules.window is not None:
         is_seen &= distance < rules.window
+    if rules.chunk is not None:
+        first = positions - positions % jnp.int32(rules.chunk)
+        is_seen &= key_positions[None, None, :] >= first[rows, index][:, :, None]
     logits = jnp.where(is_seen[:, None, None], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True)
     top = jax.lax.pmax(top, axes) if axes else top

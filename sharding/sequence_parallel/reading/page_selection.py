@@ -203,7 +203,11 @@ class PageSelectionConfig(CacheReading):
                 if q.shape[1] == 1:
                     return self._attend_to_pages(new, cache, key_positions, rules, axes)
             keys, values = (out_of_cache(layer_of(part, new.layer), q.dtype) for part in entries)
-            token_pair = HeldTokens(positions, None), HeldTokens(key_positions, None)
+            rows = q.shape[0]
+            token_pair = (
+                HeldTokens.at(positions, rows, rules),
+                HeldTokens.at(key_positions, rows, rules),
+            )
             out, seen = attend_and_merge(LocalAttention(q, keys, values, *token_pair, rules), axes)
             if self.evicted_share and q.shape[1] > 1:
                 operands = q, keys, key_positions, positions, token_mask, rules, axes
@@ -251,9 +255,9 @@ class PageSelectionConfig(CacheReading):
         slots = key_positions.reshape(-1, self.size)[pages]  # B, M, number, size
         slots = jnp.where(is_read[..., None] > 0, slots, jnp.int32(_NEVER)).reshape(rows, -1)
         single_queries = q.reshape(rows, 1, num_heads // heads, width)
-        queries = HeldTokens(jnp.repeat(new.positions, heads, axis=0), None)
+        queries = HeldTokens.at(jnp.repeat(new.positions, heads, axis=0), rows, rules)
         attention = LocalAttention(
-            single_queries, keys, values, queries, HeldTokens(slots, None), rules
+            single_queries, keys, values, queries, HeldTokens.at(slots, rows, rules), rules
         )
         out, seen = attend_and_merge(attention, axes)
         by_head = {name: part.reshape(batch, num_heads, 1) for name, part in seen.items()}
@@ -281,6 +285,8 @@ class PageSelectionConfig(CacheReading):
         is_seen = number > 0
         if rules.window is not None:
             is_seen &= starts + size > positions + 1 - rules.window
+        if rules.chunk is not None:
+            is_seen &= starts + size > positions - positions % jnp.int32(rules.chunk)
         scores = jnp.where(is_fixed[..., None], jnp.inf, scores)
         may_read = is_seen[..., None] & (is_fixed[..., None] | layer_of(cache.is_kept, layer))
         scores = jnp.where(may_read, scores, -jnp.inf)

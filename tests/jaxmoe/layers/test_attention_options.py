@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
-from jaxmoe.layers.mixers.attention_parts import QueryTemperatureConfig
+from jaxmoe.layers.mixers.attention_parts import ChunksConfig, QueryTemperatureConfig
 from jaxmoe.layers.norms import CentredRmsNormConfig, LayerNormConfig, RmsNormConfig
 from jaxmoe.layers.records import TokenInputs
 from jaxmoe.layers.rotary import (
@@ -69,6 +69,14 @@ OPTIONS = {
     "sinks": {"has_sinks": True},
     "sinks_window_softcap": {"has_sinks": True, "window": 3, "softcap": 1.5, "has_bias": True},
     "sinks_gate_of_heads": {"has_sinks": True, "is_gated": True},
+    "norm_without_gains": {"qk_norm": "unit", "qk_norm_place": "after"},
+    "chunks": {"chunks": ChunksConfig(size=3)},
+    "chunks_window_sinks": {
+        "chunks": ChunksConfig(size=5),
+        "window": 3,
+        "has_sinks": True,
+        "qk_norm": "unit",
+    },
     "temperature_without_positions": {
         "positions": "none",
         "query_temperature": QueryTemperatureConfig(floor_scale=2.0, attn_scale=0.5),
@@ -107,6 +115,8 @@ def norm(x, gain):
 def normed(config, params, q, k):
     if config.qk_norm == "none":
         return q, k
+    if config.qk_norm == "unit":
+        return norm(q, 1.0), norm(k, 1.0)
     if config.qk_norm == "head":
         return norm(q, params["q_norm"]), norm(k, params["k_norm"])
     flat = [x.reshape(*x.shape[:2], -1) for x in (q, k)]
@@ -143,6 +153,9 @@ def oracle(config: AttentionConfig, params, x, positions, segment_ids):
     sees = (distance >= 0) & (segment_ids[:, :, None] == segment_ids[:, None, :])
     if config.window is not None:
         sees = sees & (distance < config.window)
+    if config.chunk is not None:
+        chunks = positions // config.chunk
+        sees = sees & (chunks[:, :, None] == chunks[:, None, :])
     groups = config.num_heads // config.num_kv_heads
     k, v = (jnp.repeat(part, groups, axis=2) for part in (k, v))
     logits = HEAD**-0.5 * jnp.einsum("bsnh,bunh->bnsu", q, k)
@@ -268,6 +281,10 @@ EXECUTIONS = {
         MeshConfig(data=2, seq=4),
         {"sequence_parallel": RingConfig(layout="contiguous")},
     ),
+    "ring_of_documents": (
+        MeshConfig(data=2, seq=4),
+        {"sequence_parallel": RingConfig(layout="document_zigzag")},
+    ),
     "token_ring": (MeshConfig(data=2, seq=4), {"sequence_parallel": TokenRingConfig()}),
     "token_ring_of_neighbours": (
         MeshConfig(data=2, seq=2, tensor=2),
@@ -289,6 +306,7 @@ EXECUTIONS = {
 }
 ON_MESHES = [("everything", name) for name in EXECUTIONS]
 ON_MESHES += [(name, "tensor2_data4") for name in OPTIONS if name != "everything"]
+ON_MESHES += [("chunks", name) for name in EXECUTIONS if name != "tensor2_data4"]
 ON_MESHES += [
     (name, "ring") for name in ("dynamic", "all_heads_normed_after", "sinks_window_softcap")
 ]

@@ -18,7 +18,7 @@ from jaxmoe.contrib.depth.parallel_streams import ParallelStreamsConfig
 from jaxmoe.contrib.depth.shared_keys import SharedKeysConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.mixers.attention import AttentionConfig
-from jaxmoe.layers.mixers.attention_parts import QueryTemperatureConfig
+from jaxmoe.layers.mixers.attention_parts import ChunksConfig, QueryTemperatureConfig
 from jaxmoe.layers.rotary import DynamicScalingConfig, LongRopeConfig, YarnConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.flops import matmul_parameters
@@ -44,6 +44,7 @@ OPTIONS = {
     "gate_form": "element",
     "has_sinks": True,
     "query_temperature": QueryTemperatureConfig(floor_scale=4.0, attn_scale=0.5),
+    "chunks": ChunksConfig(size=7),
 }
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 
@@ -124,6 +125,7 @@ REQUESTS = {
     [
         pytest.param(OPTIONS, PLAIN, id="all"),
         pytest.param({"has_sinks": True, "window": 5}, PLAIN, id="sinks_window"),
+        pytest.param({"chunks": ChunksConfig(size=3)}, PLAIN, id="chunks"),
         pytest.param(
             OPTIONS, ExecutionConfig(precision=PrecisionPolicy(cache="int8")), id="pages_of_int8"
         ),
@@ -183,7 +185,7 @@ def test_a_family_that_lacks_an_option_is_refused(name):
     options = {name: OPTIONS[name]}
     if name == "gate_form":
         options["is_gated"] = True
-    field = name if name in ("is_gated", "query_temperature") else "options"
+    field = name if name in ("is_gated", "query_temperature", "chunks") else "options"
     with pytest.raises(CheckpointError, match=f"attention.{field}"):
         check_described(with_options(**options), with_options(), "a family")
 
@@ -204,6 +206,18 @@ def test_a_family_that_lacks_an_option_is_refused(name):
 def test_options_that_cannot_be_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         with_options(**options)
+
+
+def test_a_query_sees_half_of_a_chunk_on_average():
+    config = AttentionConfig(**HEADS, chunks=ChunksConfig(size=4))
+    assert config.heads.positions_seen(16) == 2.0 and config.heads.positions_seen(2) == 1.0
+    both_ways = dataclasses.replace(config, is_causal=False)
+    assert both_ways.heads.positions_seen(16) == 4.0
+
+
+def test_chunks_without_positions_are_refused():
+    with pytest.raises(ValueError, match=r"attention\.chunks\.size=0 must be above 0"):
+        ChunksConfig(size=0)
 
 
 def test_pages_refuse_wavelengths_that_depend_on_the_row():

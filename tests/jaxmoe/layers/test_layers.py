@@ -16,7 +16,9 @@ from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.norms import Norm, RmsNormConfig, rms_norm
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig, ModelOptions
 from jaxmoe.models.embedding import head_weight, output_logits
+from jaxmoe.models.transformer import Transformer
 from jaxmoe.precision import PrecisionPolicy
+from jaxmoe.scaling.initialize import init_params
 from tests.support.tolerances import assert_close
 
 BATCH, LENGTH, WIDTH, HIDDEN = 2, 5, 16, 12
@@ -141,6 +143,32 @@ def test_softcapped_logits_and_their_gradient_equal_numpy():
     for bound in (0.0, -1.0, float("inf")):
         with pytest.raises(ValueError, match="options.logits_softcap=.* must be a number above"):
             ModelOptions(logits_softcap=bound)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_biases_of_the_head_are_added_before_the_multiplier(is_tied):
+    options = ModelOptions(has_head_bias=True)
+    model = ModelConfig(
+        num_layers=1,
+        vocab_size=9,
+        embed_dim=WIDTH,
+        has_tied_embeddings=is_tied,
+        multipliers=ForwardMultipliers(logits=0.25),
+        options=options,
+    )
+    plain = dataclasses.replace(model, options=None)
+    params = init_params(model, jax.random.key(0))
+    assert set(params["head"]) == {"bias"} | ({"weight"} if not is_tied else set())
+    assert not np.asarray(params["head"]["bias"]).any()
+    bias = _normal(15, 9)
+    tokens = jnp.asarray([[1, 2, 8, 0]], jnp.int32)
+    params["head"]["bias"] = bias
+    logits = Transformer(model).apply({"params": params}, tokens).logits
+    params = {name: part for name, part in params.items() if name != "head" or not is_tied}
+    if not is_tied:
+        params["head"] = {"weight": params["head"]["weight"]}
+    without = Transformer(plain).apply({"params": params}, tokens).logits
+    assert_close(logits, np.asarray(without) + 0.25 * np.asarray(bias), kind="matmul")
 
 
 def test_a_layer_computes_in_the_compute_dtype_and_keeps_f32_parameters():

@@ -38,6 +38,9 @@ SCALINGS = {
     "yarn, factor": YarnConfig(factor=4.0, original_length=512, attention_factor=0.8),
     "yarn, weights": YarnConfig(factor=4.0, original_length=32, mscale=0.7, mscale_all_dim=1.3),
     "llama3": Llama3ScalingConfig(original_length=256),
+    "llama3, a step": Llama3ScalingConfig(
+        factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_length=256
+    ),
     "llama3, other": Llama3ScalingConfig(
         factor=5.0, low_freq_factor=2.0, high_freq_factor=8.0, original_length=1024
     ),
@@ -49,6 +52,20 @@ SCALINGS = {
     ),
     "longrope, factor": LongRopeConfig(
         short_factor=SHORT, long_factor=LONG, original_length=16, attention_factor=1.2
+    ),
+    "longrope, two factors": LongRopeConfig(
+        short_factor=SHORT,
+        long_factor=LONG,
+        original_length=16,
+        attention_factor=1.2,
+        long_attention_factor=0.7,
+    ),
+    "longrope, long, two factors": LongRopeConfig(
+        short_factor=SHORT,
+        long_factor=LONG,
+        original_length=16,
+        long_attention_factor=0.7,
+        rows="long",
     ),
 }
 LENGTHS = (10, 40)
@@ -76,7 +93,7 @@ def reference(scaling, length: int) -> tuple[np.ndarray, float]:
                 high = scaling.original_length / scaling.high_freq_factor
                 turns = scaling.original_length / wavelength
                 share = (turns - scaling.low_freq_factor) / (
-                    scaling.high_freq_factor - scaling.low_freq_factor
+                    scaling.high_freq_factor - scaling.low_freq_factor or 1.0
                 )
                 between = (1 - share) * base / scaling.factor + share * base
                 slow = base / scaling.factor if wavelength > low else between
@@ -86,6 +103,7 @@ def reference(scaling, length: int) -> tuple[np.ndarray, float]:
                 frequency = base / (scaling.long_factor if is_long else scaling.short_factor)[h]
                 logs = math.log(scaling.factor) / math.log(scaling.original_length)
                 size = scaling.attention_factor or math.sqrt(1 + logs)
+                size = (is_long and scaling.long_attention_factor) or size
         frequencies.append(frequency)
     return np.array(frequencies), size
 
@@ -171,7 +189,10 @@ def test_halves_are_turned_as_by_rotate():
         (lambda: LinearScalingConfig(factor=0.0), r"rope_scaling\.factor=0\.0 must be above 0"),
         (lambda: DynamicScalingConfig(length=0), r"rope_scaling\.length=0 must be at least 1"),
         (lambda: DynamicScalingConfig().check(1), "rope_scaling:dynamic needs 4 or more features"),
-        (lambda: Llama3ScalingConfig(high_freq_factor=1.0), r"high_freq_factor=1\.0 must be above"),
+        (
+            lambda: Llama3ScalingConfig(high_freq_factor=0.5),
+            r"factor=0\.5 must be at least",
+        ),
         (lambda: LongRopeConfig(long_factor=(0.0,)), r"long_factor must have divisors above 0"),
         (lambda: LongRopeConfig(long_factor=(1.0,)).check(2), "has 1 divisors, and 2 pairs"),
         (lambda: YarnConfig(mscale=0.0), r"yarn\.mscale=0\.0 must be above 0"),

@@ -275,6 +275,16 @@ def test_a_training_step_with_softcapped_logits_is_that_of_one_device(name):
     assert outcome.name == "equal", outcome.text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", ["tensor_seq", "telemetry", "host_parameters", "chunks"])
+def test_a_training_step_with_biases_of_the_head_is_that_of_one_device(name, is_tied):
+    step = STEPS.get(name, {"execution.mesh": MeshConfig(data=8), "execution.loss_chunk": 8})
+    head = {"model.options": ModelOptions(has_head_bias=True), "model.has_tied_embeddings": is_tied}
+    outcome = compare_with(head | step)
+    assert outcome.name == "equal", outcome.text
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_models_of_hugging_face_refuse_a_variant(name, tmp_path):
     model = ModelConfig(num_layers=2, embed_dim=16, **model_fields(**VARIANTS[name]))
@@ -292,8 +302,13 @@ def test_other_models_of_hugging_face_refuse_softcapped_logits(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"norm": LayerNormConfig()}, {"norm_place": "after"}, {"logits_softcap": 3.0}],
-    ids=["norm", "place", "softcap"],
+    [
+        {"norm": LayerNormConfig()},
+        {"norm_place": "after"},
+        {"logits_softcap": 3.0},
+        {"has_head_bias": True},
+    ],
+    ids=["norm", "place", "softcap", "bias"],
 )
 def test_the_modelling_file_refuses_what_it_does_not_compute(changes, tmp_path):
     model = ModelConfig(num_layers=2, embed_dim=16, **model_fields(**changes))

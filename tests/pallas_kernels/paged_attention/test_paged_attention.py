@@ -53,6 +53,7 @@ CASES = {
     "window": Case(page=5, width=24, options=(("window", 7), ("scale", 0.3))),
     "large_pages": Case(page=64, table=3, dtype="bfloat16", options=(("softcap", 3.0),)),
     "one_head_each": Case(heads=(2, 2), width=64, pieces=0),
+    "chunks": Case(page=5, width=24, options=(("chunk", 7),)),
     "many_queries": Case(singles=0, length=40, options=(("window", 30),)),
     "int8": Case(few=("int8", 16), options=(("window", 50),)),
     "int8_odd": Case(few=("int8", 12), width=24, dtype="bfloat16"),

@@ -81,15 +81,19 @@ RULES = (
     AttentionRules(window=5, scale=0.7),
     AttentionRules(softcap=3.0, implementation="xla"),
 )
+CHUNKED = tuple(AttentionRules(chunk=3, implementation=name) for name in (None, "reference"))
 
 
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", (*RULES, *CHUNKED))
 def test_pages_equal_rows_held_whole(rules):
     out, kv, rows, q, pool, tables, positions = computed(rules)
     for (part, end), row in zip(parts(positions), rows, strict=True):
         given = {"window": rules.window, "softcap": rules.softcap, "scale": rules.scale}
         k, v = row[None, :end, :, 0], row[None, :end, :, 1]
         where = jnp.asarray(positions[None, part])
+        if rules.chunk is not None:
+            given["q_segment_ids"] = where // rules.chunk
+            given["kv_segment_ids"] = jnp.arange(end, dtype=jnp.int32)[None] // rules.chunk
         wanted = flash_attention(
             q[None, part], k, v, q_positions=where, **given, implementation="reference"
         )[0][0]
@@ -123,6 +127,12 @@ def test_kernels_that_return_no_log_sum_exp_are_refused():
     with pytest.raises(
         ValueError, match="returns no log-sum-exp.*execution.kernels.attention to xla"
     ):
+        computed(rules)
+
+
+def test_kernels_without_chunks_are_refused():
+    rules = AttentionRules(chunk=4, implementation="pallas_gpu")
+    with pytest.raises(ValueError, match="has no chunks .chunk=4.*kernels.attention to xla"):
         computed(rules)
 
 

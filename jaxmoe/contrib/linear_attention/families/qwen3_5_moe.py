@@ -3,7 +3,7 @@
 """Qwen3.5-MoE, the model of text: Qwen3-Next with experts in all layers and plainer tensors.
 
 Gates are always divided by their sum. Positions of text are the same in all three directions of its
-RoPE, which is then the plain one.
+RoPE, which is then the plain one. Of the model of text and images the text model is read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from jaxmoe.checkpoint.huggingface.family import WholeModel
 from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.contrib.linear_attention.families.qwen3_next import (
     SHARED_RULES,
@@ -31,6 +32,12 @@ class Qwen35MoeFamily(Qwen3NextFamily):
 
     name: ClassVar[str] = "qwen3_5_moe_text"
     architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
+    whole: ClassVar[WholeModel | None] = WholeModel(
+        name="qwen3_5_moe",
+        prefix="model.language_model.",
+        replacement="model.",
+        left_out=("model.visual.",),
+    )
     rules = (
         *SHARED_RULES,
         *delta_tensor(("q", "k", "v"), "in_proj_qkv.weight"),

@@ -55,6 +55,8 @@ class MoEOptions:
     num_shared_experts * expert_dim. Needs num_shared_experts of 1 or more."""
     has_shared_gate: bool = False
     """Whether the output of the shared branch is multiplied by sigmoid(x w) of each token."""
+    shared_scale: float = 1.0
+    """Factor of the output of the shared branch."""
     has_expert_bias: bool = False
     """Whether the products of the routed experts have biases: gate_up_bias [E 2 F], and down_bias
     [E D] before the gate's factor (gpt-oss)."""
@@ -69,6 +71,7 @@ class MoEOptions:
                 f"moe.options.shared_dim={self.shared_dim} must be at least 1; for a layer without"
                 " shared experts set it to None and moe.num_shared_experts to 0"
             )
+        require_positive("moe.options", self, "shared_scale")
 
     def check_unshared(self) -> None:
         """Check that nothing is about shared experts.
@@ -76,7 +79,11 @@ class MoEOptions:
         Raises:
             ValueError: A field is.
         """
-        for field, neutral in (("shared_dim", None), ("has_shared_gate", False)):
+        for field, neutral in (
+            ("shared_dim", None),
+            ("has_shared_gate", False),
+            ("shared_scale", 1.0),
+        ):
             if (value := getattr(self, field)) != neutral:
                 raise ValueError(
                     f"moe.options.{field}={value} is about shared experts, and"

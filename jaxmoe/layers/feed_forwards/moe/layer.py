@@ -200,6 +200,8 @@ class MoELayer(nn.Module):
         if moe.extras.has_shared_gate:
             gate = SharedGate(self.context.embed_dim, self.execution, name="shared_gate")
             shared = gate(x, shared)
+        if moe.extras.shared_scale != 1.0:
+            shared = shared * jnp.asarray(moe.extras.shared_scale, shared.dtype)
         return moe.gate.build().mix_shared(y, shared)
 
     def _arguments(

@@ -88,7 +88,8 @@ PLAIN = dataclasses.replace(
     ),
     dense_layers=(),
 )
-MODELS = {"hyperp": HYPERP, "biased": BIASED, "plain": PLAIN}
+UNIT = dataclasses.replace(PLAIN, attention=dataclasses.replace(PLAIN.attention, qk_norm="unit"))
+MODELS = {"hyperp": HYPERP, "biased": BIASED, "plain": PLAIN, "unit": UNIT}
 
 
 def _random(model):

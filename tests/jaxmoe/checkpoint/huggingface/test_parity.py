@@ -254,6 +254,7 @@ GENERATING = (
     "ernie4_5_moe",
     "llama4_text",
     "minimax",
+    "nemotron_h",
     "kimi_linear",
     "longcat_flash",
     "mimo_v2_flash",

@@ -58,6 +58,9 @@ LAYERS = {
     "shared_gate": dataclasses.replace(
         MOE, num_shared_experts=1, options=MoEOptions(has_shared_gate=True)
     ),
+    "shared_scale": dataclasses.replace(
+        MOE, num_shared_experts=2, options=MoEOptions(shared_scale=0.5)
+    ),
     "geglu": dataclasses.replace(MOE, activation=GeGLUConfig(), num_shared_experts=1),
     "relu_squared": NEMOTRON,
     "swiglu_bias": dataclasses.replace(MOE, options=MoEOptions(has_expert_bias=True)),
@@ -147,6 +150,7 @@ def dense_layer(moe, chosen, params, x):
         shared = hidden_units(moe, rows, params["shared"]["gate_up"]) @ params["shared"]["down"]
         if moe.extras.has_shared_gate:
             shared *= jax.nn.sigmoid(rows @ params["shared_gate"]["weight"])
+        shared *= moe.extras.shared_scale
         routed += shared
     return routed.reshape(x.shape)
 

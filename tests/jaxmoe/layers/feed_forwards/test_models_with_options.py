@@ -144,6 +144,8 @@ def test_configs_survive_json(name):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
+        ({"shared_scale": 0.5}, "moe.options.shared_scale=0.5 is about shared experts, and"),
+        ({"shared_scale": 0.0}, "moe.options.shared_scale=0.0 must be above 0"),
         ({"shared_dim": 8}, "moe.options.shared_dim=8 is about shared experts, and"),
         ({"has_shared_gate": True}, "moe.options.has_shared_gate=True is about shared experts"),
         ({"shared_dim": 0, "num_shared_experts": 1}, "moe.options.shared_dim=0 must be at least 1"),

@@ -57,6 +57,7 @@ def few_bits(form):
 CASES = {
     "latent": (LATENT, PLAIN),
     "alternating": (ALTERNATING, PLAIN),
+    "biased_head": (dataclasses.replace(MODEL, **model_fields(has_head_bias=True)), PLAIN),
     "softcapped": (dataclasses.replace(MODEL, **model_fields(logits_softcap=2.0)), PLAIN),
     "norms_after": (
         dataclasses.replace(

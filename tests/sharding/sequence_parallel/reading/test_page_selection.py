@@ -124,7 +124,7 @@ def chosen_by_hand(reading, asked, keys, evicted):
     return fixed | set(best[: reading.num_read - len(fixed)])
 
 
-def by_hand(reading, tokens, window=None):
+def by_hand(reading, tokens, window=None, chunk=None):
     """The outputs of `through_cache` by loops over rows, heads, steps and layers."""
     q, k, v = (np.asarray(x, np.float64) for x in tokens)
     outs = np.zeros((NEW, LAYERS, BATCH, HEADS * GROUP, WIDTH))
@@ -141,6 +141,8 @@ def by_hand(reading, tokens, window=None):
             seen = [u for u in range(now + 1) if u // reading.size in pages]
             if window is not None:
                 seen = [u for u in seen if u > now - window]
+            if chunk is not None:
+                seen = [u for u in seen if u // chunk == now // chunk]
             weights = np.exp(asked @ keys[seen].T / np.sqrt(WIDTH))
             weights /= weights.sum(-1, keepdims=True)
             outs[step, layer, row, group] = weights @ v[layer, row, seen, head]
@@ -166,6 +168,25 @@ def test_fewer_pages_change_the_output_and_enough_pages_are_bitwise_the_whole_ca
     # One page less than all goes through the selection, and here leaves out empty pages only.
     gathered, _ = through_cache(dataclasses.replace(every, kept=5), tokens, new=2)
     assert_close(gathered, whole, kind="end_to_end")
+
+
+def test_a_chunk_is_all_that_is_seen_and_all_that_is_chosen():
+    tokens, rules = drawn_tokens(), AttentionRules(chunk=6)
+    every = PageSelectionConfig(kept=6, size=4)
+    found, _ = through_cache(every, tokens, rules=rules)
+    assert_close(found, by_hand(every, tokens, chunk=6), kind="end_to_end")
+    # A chunk lies in at most two pages: a third has nothing to give.
+    few = PageSelectionConfig(kept=1, size=4, first=0, latest=1, layers_per_choice=1)
+    chosen, _ = through_cache(few, tokens, rules=rules)
+    assert_close(chosen, found, kind="end_to_end")
+
+
+def test_eviction_counts_what_the_last_tokens_of_a_prompt_see_of_their_chunk():
+    tokens, rules = drawn_tokens(), AttentionRules(chunk=6)
+    evicting = dataclasses.replace(SELECTIONS["evicting"], kept=4)
+    _, cache = through_cache(evicting, tokens, rules=rules, new=1)
+    _, plain = through_cache(evicting, tokens, new=1)
+    assert (np.asarray(cache.is_kept) != np.asarray(plain.is_kept)).any()
 
 
 def test_pages_outside_of_the_window_are_not_chosen():

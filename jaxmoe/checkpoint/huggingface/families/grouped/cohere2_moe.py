@@ -34,6 +34,7 @@ from jaxmoe.checkpoint.huggingface.rules import (
     rule,
 )
 from jaxmoe.checkpoint.manifest import CheckpointError
+from jaxmoe.layers.feed_forwards.moe.config import MoEOptions
 from jaxmoe.layers.norms import LayerNormConfig, RmsNormConfig
 from jaxmoe.layers.residual import ParallelResidualConfig
 from jaxmoe.models.config import ForwardMultipliers, ModelConfig
@@ -99,6 +100,7 @@ class Cohere2MoeFamily(Family):
     def fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of a model."""
         moe = moe_of(model)
+        scale = moe.extras.shared_scale
         layers = layer_types_of(model)
         has_positions = all(
             getattr(kind.mixer, "positions", None) == "rotary"
@@ -121,7 +123,7 @@ class Cohere2MoeFamily(Family):
                 "intermediate_size": moe.expert_dim,
                 "num_experts": moe.num_experts,
                 "num_shared_experts": moe.num_shared_experts,
-                "shared_expert_combination_strategy": "sum",
+                "shared_expert_combination_strategy": "sum" if scale == 1.0 else "average",
                 "expert_selection_fn": moe.router.score_function,
                 "norm_topk_prob": moe.gate.name == "renormalized",
                 "logit_scale": model.forward_multipliers.logits,
@@ -132,26 +134,28 @@ class Cohere2MoeFamily(Family):
 def _experts(fields: Fields) -> Any:
     """Return the experts: softmax over the chosen ones, or sigmoid."""
     scores = fields.get("expert_selection_fn", default="softmax")
+    count = fields.get("num_shared_experts", default=0)
+    strategy = fields.get("shared_expert_combination_strategy", default="average")
+    if strategy not in ("sum", "average"):
+        raise CheckpointError(
+            f"config.shared_expert_combination_strategy={show_value(strategy)} is neither 'sum'"
+            " nor 'average'"
+        )
+    scale = 0.5 if count and strategy == "average" else 1.0
     is_divided = fields.get("norm_topk_prob", default=True)
     if scores == "softmax":
         router = SoftmaxTopKConfig(softmax="after")
-        gate = SoftmaxGateConfig()
+        gate = SoftmaxGateConfig(scale=scale)
     elif scores == "sigmoid":
         router = SigmoidTopKConfig()
-        gate = RenormalizedGateConfig() if is_divided else SoftmaxGateConfig()
+        gate = (RenormalizedGateConfig if is_divided else SoftmaxGateConfig)(scale=scale)
     else:
         raise CheckpointError(
             f"config.expert_selection_fn={show_value(scores)} is neither 'softmax' nor 'sigmoid'"
         )
-    count = fields.get("num_shared_experts", default=0)
-    strategy = fields.get("shared_expert_combination_strategy", default="average")
-    if count and strategy != "sum":
-        raise CheckpointError(
-            f"config.shared_expert_combination_strategy={show_value(strategy)} is not supported,"
-            " only 'sum'"
-        )
     width = fields.size("intermediate_size")
-    return parts.experts(fields, width, router, gate, num_shared_experts=count)
+    moe = parts.experts(fields, width, router, gate, num_shared_experts=count)
+    return moe if scale == 1.0 else dataclasses.replace(moe, options=MoEOptions(shared_scale=scale))
 
 
 def _layer_types(fields: Fields) -> list[str]:

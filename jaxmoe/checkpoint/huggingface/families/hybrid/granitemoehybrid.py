@@ -22,7 +22,8 @@ from jaxmoe.checkpoint.huggingface.describe import (
 )
 from jaxmoe.checkpoint.huggingface.families.hybrid.recurrent import (
     EXPAND,
-    fuse,
+    MAMBA2,
+    check_steps,
     mamba_fields,
     recurrent_mixer,
 )
@@ -35,7 +36,6 @@ from jaxmoe.checkpoint.huggingface.rules import (
     linear_swiglu,
     norms,
     root,
-    rule,
 )
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.layers.mixers import Mamba2Config
@@ -49,20 +49,6 @@ _KINDS = {
     "full_attention": False,
 }
 """Whether a layer of a type is recurrent, under the names of versions 4 and 5."""
-_NO_LIMIT = ("[0.0, inf]", "[0, inf]", "[0.0, {'__float__': 'Infinity'}]", "[0.0, 'Infinity']")
-_INPUTS = ("z", "x", "b", "c", "dt")
-_MAMBA2 = (
-    *fuse("mamba2", _INPUTS, "in_proj.weight"),
-    *fuse("mamba2", tuple(f"{name}_in_bias" for name in _INPUTS), "in_proj.bias"),
-    *fuse("mamba2", ("x_taps", "b_taps", "c_taps"), "conv1d.weight", layout="depthwise"),
-    *fuse("mamba2", ("x_bias", "b_bias", "c_bias"), "conv1d.bias"),
-    rule("mamba2/dt_bias", "mamba.dt_bias"),
-    rule("mamba2/a_log", "mamba.A_log"),
-    rule("mamba2/skip", "mamba.D"),
-    rule("mamba2/norm", "mamba.norm.weight", layout="flat"),
-    rule("mamba2/o", "mamba.out_proj.weight"),
-    rule("mamba2/o_bias", "mamba.out_proj.bias"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +63,7 @@ class GraniteMoeHybridFamily(Family):
         *root("norm"),
         *norms(("attention", "mamba2"), "post_attention_layernorm"),
         *PROJECTIONS,
-        *_MAMBA2,
+        *MAMBA2,
         *linear_swiglu("feed_forward", "shared_mlp"),
         *linear_swiglu("moe/shared", "shared_mlp"),
         *LINEAR_EXPERTS,
@@ -86,13 +72,7 @@ class GraniteMoeHybridFamily(Family):
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config."""
         fields = Fields(config)
-        limit = fields.get("time_step_limit")
-        if limit is not None and str(list(limit)) not in _NO_LIMIT:
-            raise CheckpointError(
-                f"config.time_step_limit={show_value(limit)} is not supported, only [0, infinity]:"
-                f" steps are"
-                " not bounded here"
-            )
+        check_steps(fields)
         width = fields.size("hidden_size")
         heads = fields.size("mamba_n_heads")
         inner = fields.size("mamba_expand") * width

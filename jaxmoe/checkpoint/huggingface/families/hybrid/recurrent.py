@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from jaxmoe.checkpoint.huggingface.fields import Fields
+from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.huggingface.rules import rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 
 EXPAND: Final = 2
 """Channels of recurrent layers over the width, in configs of models without any."""
+_NO_LIMIT = ("[0.0, inf]", "[0, inf]", "[0.0, {'__float__': 'Infinity'}]", "[0.0, 'Infinity']")
 
 
 def recurrent_mixer(model: ModelConfig, default: Any) -> Any:
@@ -53,3 +56,37 @@ def fuse(mixer: str, names: Sequence[str], key: str, **options: Any) -> tuple[An
     """Return the rules of parameters of one mixer that follow one another in a tensor."""
     paths = tuple(f"{mixer}/{name}" for name in names)
     return tuple(rule(path, f"mamba.{key}", fused=paths, **options) for path in paths)
+
+
+_INPUTS = ("z", "x", "b", "c", "dt")
+MAMBA2: Final = (
+    *fuse("mamba2", _INPUTS, "in_proj.weight"),
+    *fuse("mamba2", tuple(f"{name}_in_bias" for name in _INPUTS), "in_proj.bias"),
+    *fuse("mamba2", ("x_taps", "b_taps", "c_taps"), "conv1d.weight", layout="depthwise"),
+    *fuse("mamba2", ("x_bias", "b_bias", "c_bias"), "conv1d.bias"),
+    rule("mamba2/dt_bias", "mamba.dt_bias"),
+    rule("mamba2/a_log", "mamba.A_log"),
+    rule("mamba2/skip", "mamba.D"),
+    rule("mamba2/norm", "mamba.norm.weight", layout="flat"),
+    rule("mamba2/o", "mamba.out_proj.weight"),
+    rule("mamba2/o_bias", "mamba.out_proj.bias"),
+)
+"""Rules of a layer of Mamba-2."""
+
+
+def check_steps(fields: Fields) -> None:
+    """Raise for bounds of the steps of Mamba-2, which have none here.
+
+    Args:
+        fields: Fields of a config.
+
+    Raises:
+        CheckpointError: There are some.
+    """
+    limit = fields.get("time_step_limit")
+    if limit is not None and str(list(limit)) not in _NO_LIMIT:
+        raise CheckpointError(
+            f"config.time_step_limit={show_value(limit)} is not supported, only [0, infinity]:"
+            f" steps are"
+            " not bounded here"
+        )
