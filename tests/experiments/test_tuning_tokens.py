@@ -387,3 +387,24 @@ def test_a_copy_of_the_models_tokenizer_may_be_named(models, tmp_path):
     named = ("data.tokenizer:file", "--data.tokenizer.path", str(tmp_path))
     config = parsed(models / "a trained vocabulary", "--data.path", "a.jsonl", *named)
     assert config.data.tokenizer == FileConfig(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["bytes", "a trained vocabulary", "Hugging Face"])
+def test_conversations_in_a_file_are_taken_as_chats_with_a_sentence(name, models, texts, capsys):
+    """In a file whose kind is not named; text of their fields where it is."""
+    file = str(texts / "chats.jsonl")
+    capsys.readouterr()
+    config = parsed(models / name, f"--data.path={file}", "--training.steps", "30")
+    said = " ".join(capsys.readouterr().err.split())
+    template = TEMPLATES.get(name, "chatml")
+    words = ("data:chat", "--data.path", file, "--training.steps", "30")
+    assert config == parsed(models / name, *words)
+    assert config.data.name == "chat" and config.data.template == template
+    assert f"note: data.path={file} holds conversations: data:chat is taken" in said
+    assert f"written by the template {template}" in said and said.count("note:") == 1
+    assert not capsys.readouterr().err
+    for words in (("--data.text_field", "prompt"), ("data:files",)):
+        config = parsed(models / name, *words, "--data.path", file)
+        assert config.data.name == "files" and not capsys.readouterr().err
+    config = parsed(models / name, "--data.path", str(texts / "a.jsonl"))
+    assert config.data.name == "files" and not capsys.readouterr().err
