@@ -164,10 +164,18 @@ class Conversations(FileCollection):
         messages, tools = conversation
         template = self._template if tools is None else self._template.with_tools(tools)
         key = digest((as_json(messages) + (tools or "")).encode())
-        if tokenizer is None:
+        calls = [call.name for message in messages for call in message.calls]
+        if calls or tokenizer is None:
             pieces = template.pieces(messages, add_generation_prompt=False)
-            yield Record(where, "".join(piece.text for piece in pieces), digest=key)
-            return
+            text = "".join(piece.text for piece in pieces)
+            if not all(name in text for name in calls):
+                raise ConversationError(
+                    f"an answer calls {calls[0]!r}, and the chat template of the tokenizer writes no"
+                    " calls: take a model that was made for calls, or leave the conversation out"
+                )
+            if tokenizer is None:
+                yield Record(where, text, digest=key)
+                return
         try:
             parts = [mask_conversation(messages, template, tokenizer, self._train_on)]
         except PrefixError:

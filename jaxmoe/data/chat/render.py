@@ -128,16 +128,19 @@ def mask_answers(
 ) -> list[Masked]:
     """Return each answer to train on, behind the turns before it: for templates without prefixes.
 
+    Where the prompt of an answer is no prefix either (it opens thoughts that the answer has not),
+    the answer begins where they part.
+
     Args:
         messages: Turns, in order.
         template: How turns are written.
         tokenizer: Tokenizer of text.
 
     Raises:
-        ConversationError: As `render`, or the prompt of an answer is no prefix of its turn.
+        ConversationError: As `render`, or the turns before an answer are no prefix.
     """
     return [
-        mask_conversation(messages[: number + 1], template, tokenizer, "last")
+        _mask(messages[: number + 1], template, tokenizer, "last", may_part=True)
         for number in _trained_answers(messages)
     ]
 
@@ -165,15 +168,36 @@ def mask_conversation(
     Raises:
         ConversationError: As `render`, or the rendering of a prefix is no prefix.
     """
+    return _mask(messages, template, tokenizer, train_on, may_part=False)
+
+
+def _mask(
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    train_on: TrainOn,
+    *,
+    may_part: bool,
+) -> Masked:
+    """Return a conversation to train on; see `mask_conversation` and `mask_answers`."""
     _check_contents(messages, template, tokenizer)
     ids_of_pieces: dict[ChatPiece, np.ndarray] = {}
-    tokens = _render(messages, template, tokenizer, False, ids_of_pieces)
+
+    def ids(count: int, is_prompt: bool) -> np.ndarray:
+        return _render(messages[:count], template, tokenizer, is_prompt, ids_of_pieces)
+
+    def length(count: int, is_prompt: bool) -> int:
+        what = f"messages 1 to {count}" + " and the prompt of an answer" * is_prompt
+        return _length_of_prefix(ids(count, is_prompt), tokens, what, tokenizer)
+
+    tokens = ids(len(messages), False)
     stops = stop_sequences(template, tokenizer)
     marks = _turn_marks(template, tokenizer)
     if marks and messages[-1].role == ANSWER and messages[-1].is_trained:
-        prompt = _render(messages[:-1], template, tokenizer, True, ids_of_pieces)
-        if not any(_last_end(tokens, len(prompt), stop) for stop in stops):
-            tokens = np.append(tokens, np.int32(marks[0]))  # another speaks next
+        first = len(ids(len(messages) - 1, True))
+        if not any(_last_end(tokens, first, stop) for stop in stops):
+            following = marks[-1] if messages[-1].calls else marks[0]  # a tool, or the user
+            tokens = np.append(tokens, np.int32(following))
     weights = np.zeros(len(tokens), np.uint8)
     answers = _trained_answers(messages)
     if train_on == "all":
@@ -182,15 +206,13 @@ def mask_conversation(
         return Masked(tokens, weights, len(answers) if is_endless else 0)
     endless = 0
     for number in answers[-1:] if train_on == "last" else answers:
-        start, end = (
-            _length_of_prefix(
-                _render(messages[:count], template, tokenizer, is_prompt, ids_of_pieces),
-                tokens,
-                f"messages 1 to {count}" + " and the prompt of an answer" * is_prompt,
-                tokenizer,
-            )
-            for count, is_prompt in ((number, True), (number + 1, False))
-        )
+        try:
+            start = length(number, True)
+        except PrefixError:
+            if not may_part:
+                raise
+            start = max(length(number, False), _common_length(ids(number, True), tokens))
+        end = length(number + 1, False)
         places = (_last_end(tokens[:end], start, stop) for stop in stops)
         end_at = max(filter(None, places), default=None)
         if end_at is None and marks and tuple(tokens[end : end + 1].tolist()) in stops:
@@ -298,15 +320,20 @@ def _list_reserved(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, .
     return tuple(template.reserved_texts(tokenizer))
 
 
+def _common_length(ids: np.ndarray, other_ids: np.ndarray) -> int:
+    """Return the number of ids at the begin that are the same."""
+    size = min(len(ids), len(other_ids))
+    differing = np.flatnonzero(ids[:size] != other_ids[:size])
+    return int(differing[0]) if len(differing) else size
+
+
 def _length_of_prefix(
     prefix: np.ndarray, tokens: np.ndarray, what: str, tokenizer: Tokenizer
 ) -> int:
-    """Return the length of a prefix; raise a ConversationError if it is none."""
-    size = min(len(prefix), len(tokens))
-    differing = np.flatnonzero(prefix[:size] != tokens[:size])
-    if not len(differing) and len(prefix) <= len(tokens):
-        return len(prefix)
-    at = int(differing[0]) if len(differing) else size
+    """Return the length of a prefix; raise a PrefixError if it is none."""
+    at = _common_length(prefix, tokens)
+    if at == len(prefix):
+        return at
     alone, with_next = (
         f"{tokenizer.spell(ids[at : at + 1])!r} (id {ids[at]})" if at < len(ids) else "the end"
         for ids in (prefix, tokens)
