@@ -14,10 +14,8 @@ Input and output dimensions come from each parameter's declaration, so no rule r
 Heads are not permuted: RoPE rotates the same halves in both, or the attention config has a field
 for the layout.
 
-All names and shapes are compared before any value is read, and all mismatches are one error. One
-parameter is in host memory at a time beside those already placed.
-
-`export.py` writes tensors by the same rules.
+All names and shapes are compared before any value is read, and all mismatches are one error.
+`placing.py` places values while they are read; `export.py` writes tensors by the same rules.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import traverse_util
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.declarations import Declaration
@@ -40,7 +38,6 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import axes as ax
-from sharding.mesh import named_shardings
 from sharding.rules import LogicalAxisRules
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -55,6 +52,8 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHOWN = 20
 _ROWS = 16
 _ALIGNMENT = 64
+_PART = 2**28
+"""Bytes of a layer, in float32, above which its experts are read in several parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +87,10 @@ class Rule:
     """Dimensions of the tensor: outputs and inputs, the same in the order of the parameter,
     [out, 1, in] of a convolution of each channel, all of a vector's dimensions in one, [1, n] of a
     vector, or [1, 1, n, 1] of a vector of heads."""
+
+
+Index = tuple[tuple[int, int], ...]
+"""First and last-plus-one place of a part along each dimension."""
 
 
 class TensorPiece(NamedTuple):
@@ -160,14 +163,56 @@ class Tensors:
             CheckpointError: A value is NaN or infinite, and such values are refused.
         """
         pieces = self._pieces[row.path]
-        shape = row.shape
-        if layer is not None:
-            shape = shape[1:]
-            pieces = [
-                piece._replace(target=piece.target[1:])
-                for piece in pieces
-                if piece.target[0] == layer
-            ]
+        if layer is None:
+            return self._values(row, row.shape, pieces)
+        pieces = [
+            piece._replace(target=piece.target[1:]) for piece in pieces if piece.target[0] == layer
+        ]
+        return self._values(row, row.shape[1:], pieces)
+
+    def parts(
+        self, row: ParameterSpec, is_needed: Callable[[Index], bool] = lambda part: True
+    ) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yield a parameter or router state in parts, each with its place; each tensor is read once.
+
+        A part is a layer, or some experts of a layer with a tensor each, where the parameter has
+        them; else the whole.
+
+        Args:
+            row: Row of one of the tables.
+            is_needed: Returns whether the part at a place is read.
+
+        Raises:
+            CheckpointError: A value is NaN or infinite, and such values are refused.
+        """
+        whole = tuple((0, size) for size in row.shape)
+        if not self.is_stacked(row):
+            if is_needed(whole):
+                yield whole, self._values(row, row.shape, self._pieces[row.path])
+            return
+        layers: dict[int, list[TensorPiece]] = {}
+        for piece in self._pieces[row.path]:
+            layers.setdefault(piece.target[0], []).append(piece)
+        for layer, pieces in layers.items():
+            for first, last in _expert_spans(row, pieces):
+                place = ((layer, layer + 1), *whole[1:])
+                shape = row.shape[1:]
+                inside = [piece._replace(target=piece.target[1:]) for piece in pieces]
+                if last is not None:
+                    place = (place[0], (first, last), *place[2:])
+                    shape = (last - first, *shape[1:])
+                    inside = [
+                        piece._replace(target=(piece.target[0] - first, *piece.target[1:]))
+                        for piece in inside
+                        if first <= piece.target[0] < last
+                    ]
+                if is_needed(place):
+                    yield place, self._values(row, shape, inside)[None]
+
+    def _values(
+        self, row: ParameterSpec, shape: tuple[int, ...], pieces: Sequence[TensorPiece]
+    ) -> np.ndarray:
+        """Return the values that pieces fill, f32."""
         with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite
             values = _fill(row.path, shape, pieces, self._tensors)
         if self._nonfinite == "refuse":
@@ -175,26 +220,30 @@ class Tensors:
         return values
 
 
-def load(
-    tensors: Tensors, *, mesh: Mesh | None, axis_rules: LogicalAxisRules
-) -> tuple[dict[str, Any], Any]:
-    """Return the parameters and the router state of a model, f32.
+def _is_number(index: Any) -> bool:
+    return type(index) is int
+
+
+def _expert_spans(
+    row: ParameterSpec, pieces: Sequence[TensorPiece]
+) -> Iterator[tuple[int, int | None]]:
+    """Yield first and last-plus-one expert of the parts of a layer; (0, None) for one part.
 
     Args:
-        tensors: Source of the values.
-        mesh: Mesh to place them on; one device when None.
-        axis_rules: Rules from logical axes to mesh axes.
+        row: Row of the parameter.
+        pieces: Pieces of the layer.
     """
-    if mesh is not None:
-        tensors.table.check_divides(axis_rules, dict(mesh.shape))
-
-    def build(row: ParameterSpec) -> jax.Array:
-        values = tensors.read(row)
-        if mesh is None:
-            return jax.device_put(values)  # no copy on the CPU
-        return jax.device_put(values, named_shardings(row.spec, mesh))
-
-    return tensors.table.tree(build), tensors.state_table.tree(build).get(ROUTER_STATE, {})
+    size = 4 * math.prod(row.shape[1:])
+    numbers = {(piece.key, *filter(_is_number, piece.target[1:2])) for piece in pieces}
+    has_tensor_each = len(numbers) == len({piece.key for piece in pieces}) and all(
+        len(number) == 2 for number in numbers
+    )
+    if size <= _PART or not has_tensor_each:
+        yield 0, None
+        return
+    count = max(1, _PART * row.shape[1] // size)
+    for first in range(0, row.shape[1], count):
+        yield first, min(first + count, row.shape[1])
 
 
 def state_table(model: ModelConfig) -> ParameterTable:
@@ -425,7 +474,7 @@ def _fill(
 ) -> np.ndarray:
     """Return one parameter, or one layer of it, f32; each tensor is read once."""
     size = math.prod(shape)
-    parameter = _align(size).reshape(shape)
+    parameter = align(size).reshape(shape)
     filled = 0
     last = ""
     values = np.empty(0)
@@ -468,11 +517,17 @@ def _check_finite(
             )
 
 
-def _align(size: int) -> np.ndarray:
-    """Return aligned memory, which a CPU device uses without a copy."""
-    raw = np.empty(4 * size + _ALIGNMENT, np.uint8)
+def align(size: int, dtype: Any = np.float32) -> np.ndarray:
+    """Return aligned memory, which a CPU device uses without a copy.
+
+    Args:
+        size: Number of values.
+        dtype: Dtype of the values.
+    """
+    num_bytes = size * np.dtype(dtype).itemsize
+    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % _ALIGNMENT
-    return raw[first : first + 4 * size].view(np.float32)
+    return raw[first : first + num_bytes].view(dtype)
 
 
 def tensor_values(tensor: Any) -> np.ndarray:
