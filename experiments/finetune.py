@@ -17,10 +17,10 @@ The run is like one of `pretrain`: the same command resumes, and evaluate, gener
 it. Its checkpoints hold what is trained, and name the model that was adapted.
 
 Text and conversations are read by the tokenizer and the chat template of the model, whatever the
-kind of data, and text ends where that of the model does. Files of conversations, in the form of
-OpenAI, TRL, ShareGPT or Alpaca, are taken for data:chat where no kind of data is named. `data.tokenizer:` takes another tokenizer,
-and the run says what its ids mean to the embeddings. Batches and held-out data that no flag sets
-shrink to what the data have.
+kind of data, and text ends where that of the model does. Files of conversations (of OpenAI, TRL,
+ShareGPT or Alpaca) are taken as data:chat. `data.tokenizer:` takes another tokenizer, and the run
+says what its ids mean to the embeddings. Batches and held-out data that no flag sets shrink to
+what the data have.
 
 The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation of the model
 puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the optimiser of the

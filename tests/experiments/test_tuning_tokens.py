@@ -356,8 +356,9 @@ def test_the_first_answers_of_rl_follow_turns_and_end_where_the_model_ends_them(
     monkeypatch.setattr(Rollouts, "take", taken)
     words = ["--checkpoint.initial.path", str(model), "--run.directory", str(tmp_path / "run")]
     words += ["--rl.prompts", "4", "--rl.group", "4", "--training.steps", "1"]
-    words += ["data:files", "--data.path", str(model / "config.json"), "--evaluation.every", "0"]
-    words += ["--data.cache", str(tmp_path), "--data.validation_path", str(model / "config.json")]
+    (tmp_path / "a.txt").write_text(str(ends))
+    words += ["data:files", "--data.path", str(tmp_path / "a.txt"), "--evaluation.every", "0"]
+    words += ["--data.cache", str(tmp_path), "--data.validation_path", str(tmp_path / "a.txt")]
     sizes = ["--training.sequence_length", "64", "--tracking.sample_length", "0"]
     assert rl.main([*words, *sizes, "--tracking.trackers"]) == ExitCode.DONE
     plain = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -23,7 +23,7 @@
     rules.py      names of tensors that families share
     fields.py     fields of a config under their old and new names
     describe.py   normal form of a model, and the check that they describe it
-    weights.py    tensors to parameters, and placing.py onto devices
+    weights.py    tensors to parameters, with filling.py, and placing.py onto devices
     export.py     parameters to tensors
     modeling.py   modelling file for models of no family
     peft.py       adapters as files of PEFT, and peft_import.py their way back

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Index, Tensors, align
+from jaxmoe.checkpoint.huggingface.filling import align
+from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Index, Tensors
 from jaxmoe.parameters import ParameterSpec
 from sharding.mesh import named_shardings
 from sharding.rules import LogicalAxisRules
@@ -59,7 +60,9 @@ def load(
 def _place(tensors: Tensors, row: ParameterSpec, sharding: Sharding, dtype: Any) -> jax.Array:
     """Return a parameter on its devices; its parts are read one after the other."""
     places = sharding.addressable_devices_indices_map(row.shape)
-    shards = [_new_shard(device, _bounds(row.shape, index), dtype) for device, index in places.items()]
+    shards = [
+        _new_shard(device, _bounds(row.shape, index), dtype) for device, index in places.items()
+    ]
 
     def is_needed(part: Index) -> bool:
         return any(_overlap(part, shard.index) is not None for shard in shards)

@@ -24,13 +24,19 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 
+from jaxmoe.checkpoint.huggingface.filling import (
+    TensorPiece,
+    check_finite,
+    fill_parameter,
+    tensor_values,
+)
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.declarations import Declaration
 from jaxmoe.models.config import ModelConfig
@@ -50,8 +56,6 @@ Nonfinite = Literal["refuse", "keep"]
 """What to do with values that are NaN, infinite, or infinite in float32."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHOWN = 20
-_ROWS = 16
-_ALIGNMENT = 64
 _PART = 2**28
 """Bytes of a layer, in float32, above which its experts are read in several parts."""
 
@@ -91,19 +95,6 @@ class Rule:
 
 Index = tuple[tuple[int, int], ...]
 """First and last-plus-one place of a part along each dimension."""
-
-
-class TensorPiece(NamedTuple):
-    """Part of a parameter, and the part of a tensor that fills it."""
-
-    key: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    part: tuple[Any, ...]
-    """Index into the tensor; () is all of it."""
-    target: tuple[Any, ...]
-    """Index into the parameter."""
-    is_transposed: bool
 
 
 class Tensors:
@@ -173,7 +164,7 @@ class Tensors:
     def parts(
         self, row: ParameterSpec, is_needed: Callable[[Index], bool] = lambda part: True
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """Yield a parameter or router state in parts, each with its place; each tensor is read once.
+        """Yield a parameter or router state in parts, each with its place.
 
         A part is a layer, or some experts of a layer with a tensor each, where the parameter has
         them; else the whole.
@@ -214,9 +205,9 @@ class Tensors:
     ) -> np.ndarray:
         """Return the values that pieces fill, f32."""
         with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite
-            values = _fill(row.path, shape, pieces, self._tensors)
+            values = fill_parameter(row.path, shape, pieces, self._tensors)
         if self._nonfinite == "refuse":
-            _check_finite(values, pieces, self._tensors)
+            check_finite(values, pieces, self._tensors)
         return values
 
 
@@ -467,75 +458,3 @@ def _check(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) ->
 def _near(name: str, candidates: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, candidates, n=2, cutoff=0.8)
     return f" (near: {', '.join(near)})" if near else ""
-
-
-def _fill(
-    path: str, shape: tuple[int, ...], pieces: Sequence[TensorPiece], tensors: Mapping[str, Any]
-) -> np.ndarray:
-    """Return one parameter, or one layer of it, f32; each tensor is read once."""
-    size = math.prod(shape)
-    parameter = align(size).reshape(shape)
-    filled = 0
-    last = ""
-    values = np.empty(0)
-    for piece in sorted(pieces, key=lambda piece: piece.key):
-        if piece.key != last:
-            last = piece.key
-            values = tensor_values(tensors[piece.key])
-        source = values[piece.part]
-        view = parameter[piece.target]
-        if piece.is_transposed and source.ndim == 2:
-            # Blocks of rows that fit the cache: five times as fast as one transpose.
-            matrix = view.reshape(source.shape[::-1])  # a view
-            for rows in range(0, len(source), _ROWS):
-                block = source[rows : rows + _ROWS].astype(np.float32)
-                matrix[:, rows : rows + _ROWS] = block.T
-        else:
-            view[...] = source.reshape(view.shape)
-        filled += view.size
-    if filled != size:
-        raise CheckpointError(f"{path}: the family's rules fill {filled} of {size} values")
-    return parameter
-
-
-def _check_finite(
-    parameter: np.ndarray, pieces: Sequence[TensorPiece], tensors: Mapping[str, Any]
-) -> None:
-    """Raise for the first tensor with a value that is NaN or infinite."""
-    # NaN is the minimum and the maximum of its array: no array of booleans as large is needed.
-    if not parameter.size or np.isfinite(parameter.min()) and np.isfinite(parameter.max()):
-        return
-    for piece in pieces:
-        view = parameter[piece.target]
-        wrong = view.size - np.count_nonzero(np.isfinite(view))
-        if wrong:
-            file = getattr(tensors[piece.key], "file", None)
-            raise CheckpointError(
-                f"{f'{file}: ' if file else ''}{piece.key} holds {wrong} of {view.size} values that"
-                " are NaN, infinite or too large for float32: download it again, or import it as it"
-                ' is with nonfinite="keep" (--imported.nonfinite keep)'
-            )
-
-
-def align(size: int, dtype: Any = np.float32) -> np.ndarray:
-    """Return aligned memory, which a CPU device uses without a copy.
-
-    Args:
-        size: Number of values.
-        dtype: Dtype of the values.
-    """
-    num_bytes = size * np.dtype(dtype).itemsize
-    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    first = -raw.ctypes.data % _ALIGNMENT
-    return raw[first : first + num_bytes].view(dtype)
-
-
-def tensor_values(tensor: Any) -> np.ndarray:
-    """Return the values of a tensor, floats of any width.
-
-    Args:
-        tensor: Of PyTorch, or anything that numpy reads.
-    """
-    if hasattr(tensor, "detach"):  # PyTorch; numpy cannot read its bfloat16
-        tensor = tensor.detach().cpu().float().numpy()
-    return np.asarray(tensor)

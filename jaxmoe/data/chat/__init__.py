@@ -4,8 +4,8 @@
 
     python -m experiments.pretrain tiny data:chat --data.path chats.jsonl
 
-A record is a conversation in the form of OpenAI, TRL, ShareGPT or Alpaca (`messages.py`). A template
-writes it as tokens, and the loss has the tokens of its answers alone (`render.py`).
+A record is a conversation in the form of OpenAI, TRL, ShareGPT or Alpaca (`messages.py`). A
+template writes it as tokens, and the loss has the tokens of its answers alone (`render.py`).
 
 To add a template: `jaxmoe/data/chat/template.py` (the interface to implement),
 `jaxmoe/data/chat/__init__.py` (its name).
@@ -37,7 +37,6 @@ from jaxmoe.data.packing import CONCATENATED_WEIGHTS, Long
 from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import SourceTraits, TemplateName
 from jaxmoe.data.tokenizer import TokenizerConfig
-
 
 _TRAINED_DAY = datetime.date(2026, 1, 1)
 """Day of conversations to train on, for templates that write one."""

@@ -30,8 +30,8 @@ from jaxmoe.data.chat.template import ChatTemplate
 from jaxmoe.data.files import FileCollection
 from jaxmoe.data.held_out import digest
 from jaxmoe.data.reading.formats import CONVERSATIONS
-from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.data.reading.paths import find_files
+from jaxmoe.data.reading.records import BadRecord, Record
 from jaxmoe.data.reading.rows import has_rows, read_rows
 from jaxmoe.data.tokenizer import Tokenizer
 
@@ -170,8 +170,8 @@ class Conversations(FileCollection):
             text = "".join(piece.text for piece in pieces)
             if not all(name in text for name in calls):
                 raise ConversationError(
-                    f"an answer calls {calls[0]!r}, and the chat template of the tokenizer writes no"
-                    " calls: take a model that was made for calls, or leave the conversation out"
+                    f"an answer calls {calls[0]!r}, and the chat template of the tokenizer writes"
+                    " no calls: take a model that was made for calls, or leave the conversation out"
                 )
             if tokenizer is None:
                 yield Record(where, text, digest=key)

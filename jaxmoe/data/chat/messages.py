@@ -119,8 +119,8 @@ def read_conversation(value: Any) -> Conversation:
     """Return the conversation of a record, in one of the forms of this file.
 
     Args:
-        value: Object with the fields of one of `CONVERSATIONS`. Fields that are not in `FIELDS` are not
-            read.
+        value: Object with the fields of one of `CONVERSATIONS`. Fields that are not in `FIELDS`
+            are not read.
 
     Raises:
         ConversationError: Fields are missing, or of another type; a message has no text or an

@@ -6,9 +6,9 @@ It is the file chat_template.jinja beside the tokenizer.json, or the field chat_
 tokenizer_config.json. jinja2 evaluates it in its immutable sandbox with the names that
 `transformers` gives it: messages, add_generation_prompt, tools, documents (None), the special
 tokens, raise_exception and the filter tojson. The ids are those of `apply_chat_template(...,
-tokenize=True)`. strftime_now is left undefined where a template looks whether it is defined, so that
-the text does not depend on the day. Others (gpt-oss) write the day: of conversations to train on
-one that is fixed, so that a run which resumes reads the same tokens.
+tokenize=True)`. strftime_now is left undefined where a template looks whether it is defined, so
+that the text does not depend on the day. Others (gpt-oss) write the day: of conversations to train
+on one that is fixed, so that a run which resumes reads the same tokens.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from etils import epath
 from jaxmoe.data.batch import DataError
 from pallas_kernels.array_types import Shaped
 
-
 _SPACE = " \t\r\n"
 _TRIMMED = 2**20
 """Characters of values that were read from which on they are forgotten."""

@@ -106,7 +106,7 @@ FIELDS = {
 
 
 def _overhead(place, layers, part):
-    """Bytes beyond the parameters in bfloat16 that reading a model takes, and those of the layer."""
+    """Bytes that reading takes beyond the parameters in bfloat16, and those of a layer."""
     fields = {**FIELDS, "num_hidden_layers": layers}
     place.mkdir()
     (place / "config.json").write_text(json.dumps(fields))

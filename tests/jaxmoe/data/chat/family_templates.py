@@ -165,7 +165,8 @@ INSTRUCTIONS = """{{ bos_token }}
 """As Mixtral: the system within the first turn, a prompt that adds nothing."""
 
 SPLIT = (
-    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
+    "{% endif %}"
     "{% set ns = namespace(system='', is_tool=false) %}{% for m in messages %}"
     "{% if m['role'] == 'system' %}{% set ns.system = ns.system + m['content'] %}{% endif %}"
     "{% endfor %}{{ bos_token }}{{ ns.system }}{% for m in messages %}"

@@ -92,7 +92,10 @@ def test_ids_of_a_family_are_those_of_transformers(family):
 
 
 TRAINED = {
-    ("thinking", "plain"): ["<think>\n\n</think>\n\nHello! <|im_end|>", "<think>\n\n</think>\n\nSee<|im_end|>"],
+    ("thinking", "plain"): [
+        "<think>\n\n</think>\n\nHello! <|im_end|>",
+        "<think>\n\n</think>\n\nSee<|im_end|>",
+    ],
     ("thinking", "thoughts"): ["<think>\nhm\n</think>\n\nHello! <|im_end|>"] * 2,
     ("thinking", "tools"): [
         '<think>\n\n</think>\n\n\n<tool_call>{"name": "weather", "arguments": {"days": 2, "city":'

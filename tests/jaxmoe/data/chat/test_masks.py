@@ -200,7 +200,9 @@ def test_the_mark_of_the_next_role_ends_an_answer(tmp_path, train_on):
     assert stop_sequences(template, tokenizer)[-1] == (user,)
     found = mask_conversation(_messages(*TWO_TURNS), template, tokenizer, train_on)
     wanted = {
-        "assistant": "<|im_start|>Hi<|im_end|>[[Hello<|im_start|>]]Bye<|im_end|>[[See you<|im_start|>]]",
+        "assistant": (
+            "<|im_start|>Hi<|im_end|>[[Hello<|im_start|>]]Bye<|im_end|>[[See you<|im_start|>]]"
+        ),
         "last": "<|im_start|>Hi<|im_end|>Hello<|im_start|>Bye<|im_end|>[[See you<|im_start|>]]",
         "all": "<|im_start|>[[Hi<|im_end|>Hello<|im_start|>Bye<|im_end|>See you<|im_start|>]]",
     }
