@@ -7,6 +7,7 @@ The adapter is read by peft over the model as it was, or is folded into a model 
 
 import copy
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -77,9 +78,8 @@ def test_a_tuned_model_of_a_family_has_our_logits_elsewhere(name, tmp_path, monk
     tokens = rng.integers(config["vocab_size"], size=(2, 11)).astype(np.int32)
     assembly, state, _ = load_run(run, None, needs_data=False)
     model = Transformer(assembly.plan.model)
-    router_state = state.router_state or None
-    params = {"params": state.params}
-    ours = model.apply(params, jnp.asarray(tokens), router_state=router_state).logits
+    params, router_state = jax.device_get((state.params, state.router_state or None))
+    ours = model.apply({"params": params}, jnp.asarray(tokens), router_state=router_state).logits
     before = _logits(tmp_path / "base", tokens)
     assert np.abs(np.asarray(ours) - before).max() > 1e-2
 

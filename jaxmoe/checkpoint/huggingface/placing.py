@@ -49,17 +49,17 @@ def load(
         tensors.table.check_divides(axis_rules, dict(mesh.shape))
 
     def build(row: ParameterSpec, dtype: Any) -> jax.Array:
-        sharding = jnp.zeros(()).sharding if mesh is None else named_shardings(row.spec, mesh)
-        return _place(tensors, row, sharding, jnp.dtype(dtype))
+        named_sharding = jnp.zeros(()).sharding if mesh is None else named_shardings(row.spec, mesh)
+        return _place(tensors, row, named_sharding, jnp.dtype(dtype))
 
     params = tensors.table.tree(functools.partial(build, dtype=dtype))
     state = tensors.state_table.tree(functools.partial(build, dtype=np.float32))
     return params, state.get(ROUTER_STATE, {})
 
 
-def _place(tensors: Tensors, row: ParameterSpec, sharding: Sharding, dtype: Any) -> jax.Array:
+def _place(tensors: Tensors, row: ParameterSpec, named_sharding: Sharding, dtype: Any) -> jax.Array:
     """Return a parameter on its devices; its parts are read one after the other."""
-    places = sharding.addressable_devices_indices_map(row.shape)
+    places = named_sharding.addressable_devices_indices_map(row.shape)
     shards = [
         _new_shard(device, _bounds(row.shape, index), dtype) for device, index in places.items()
     ]
@@ -72,7 +72,7 @@ def _place(tensors: Tensors, row: ParameterSpec, sharding: Sharding, dtype: Any)
         for shard in shards:
             shard.write(part, values)
     arrays = [shard.array() for shard in shards]
-    return jax.make_array_from_single_device_arrays(row.shape, sharding, arrays)
+    return jax.make_array_from_single_device_arrays(row.shape, named_sharding, arrays)
 
 
 def _new_shard(device: jax.Device, index: Index, dtype: Any) -> HostShard | DeviceShard:

@@ -157,7 +157,7 @@ def read_conversation(value: Any) -> Conversation:
 def _list_of_messages(value: Any, name: str) -> tuple[Message, ...]:
     """Return the messages of a list, or of its JSON, as tables hold it."""
     is_json = isinstance(value, str) and value.lstrip().startswith("[")
-    return read_messages(_parsed(value, name) if is_json else value, name)
+    return read_messages(_parse_field(value, name) if is_json else value, name)
 
 
 def _prompt_and_completion(prompt: Any, completion: Any) -> tuple[Message, ...]:
@@ -198,7 +198,7 @@ def _instruction(fields: Mapping[str, Any]) -> tuple[Message, ...]:
 
 def _tools(value: Any) -> str | None:
     """Return the JSON list of functions; None without any."""
-    tools = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value
+    tools = _parse_field(value, "tools") if isinstance(value, str) and value.strip() else value
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
@@ -241,7 +241,7 @@ def read_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
     return tuple(_message(item, f"{name}[{number}]") for number, item in enumerate(value))
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_field(text: str, where: str) -> Any:
     """Return the value of a field that holds JSON."""
     try:
         return parse_json(text)
@@ -299,7 +299,7 @@ def _turn(value: dict[str, Any], where: str) -> Message:
     fields = _further_fields(value | {"role": _SPEAKERS[speaker]}, where)
     if speaker != _CALLED:
         return Message(_SPEAKERS[speaker], text, **fields)
-    calls = _parsed(text, f"{where}['value']")
+    calls = _parse_field(text, f"{where}['value']")
     fields["calls"] = tuple(
         _tool_call({"function": call}, f"{where}['value']")
         for call in (calls if isinstance(calls, list) else [calls])
@@ -349,7 +349,7 @@ def _tool_call(value: Any, where: str) -> ToolCall:
     place = f"{where}['function']['arguments']"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _parsed(arguments or "{}", place)
+        arguments = _parse_field(arguments or "{}", place)
     if not isinstance(arguments, dict):
         raise ConversationError(
             f"{place} must be a JSON object, or its text, found {repr(arguments)[:40]}"
