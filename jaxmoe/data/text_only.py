@@ -131,7 +131,9 @@ class TextOnlyConfig(SourceKind):
         """
         del seed
         tokenizer = self.tokenizer.build(lambda: (), pathlib.Path())
-        return TextOnly(tokenizer, is_imported=not self.tokenizer.is_bytes)
+        # Bytes with a template were trained here, and their documents begin with the separator.
+        is_own_export = self.tokenizer.is_bytes and self.template is not None
+        return TextOnly(tokenizer, is_imported=not is_own_export)
 
 
 def build_text(data: SourceKind, seed: int = 0) -> Any:
