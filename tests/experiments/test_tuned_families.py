@@ -78,7 +78,8 @@ def test_a_tuned_model_of_a_family_has_our_logits_elsewhere(name, tmp_path, monk
     tokens = rng.integers(config["vocab_size"], size=(2, 11)).astype(np.int32)
     assembly, state, _ = load_run(run, None, needs_data=False)
     model = Transformer(assembly.plan.model)
-    params, router_state = jax.device_get((state.params, state.router_state or None))
+    values = jax.device_get((state.params, state.router_state or None))
+    params, router_state = jax.tree.map(jnp.asarray, values)
     ours = model.apply({"params": params}, jnp.asarray(tokens), router_state=router_state).logits
     before = _logits(tmp_path / "base", tokens)
     assert np.abs(np.asarray(ours) - before).max() > 1e-2
