@@ -3,6 +3,7 @@
 """Ten families: a model of transformers, ten steps of LoRA here, and back, with the same logits.
 
 The adapter is read by peft over the model as it was, or is folded into a model of transformers.
+Routers with expert biases are folded: training moves the biases, which no adapter of peft holds.
 """
 
 import copy
@@ -27,9 +28,9 @@ WAYS = {
     "mixtral": ("peft", ALL),
     "qwen3_moe": ("peft", ALL),
     "qwen2_moe": ("peft", ATTENTION),
-    "deepseek_v3": ("peft", ALL),
-    "glm4_moe": ("peft", ATTENTION),
-    "ernie4_5_moe": ("peft", ATTENTION),
+    "deepseek_v3": ("folded", ALL),
+    "glm4_moe": ("folded", ATTENTION),
+    "ernie4_5_moe": ("folded", ATTENTION),
     "gpt_oss": ("peft", ATTENTION),
     "granitemoehybrid": ("folded", ALL),
     "qwen3_next": ("folded", ALL),
