@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a trained run or a Hugging Face model: an adapter, or some of its own parameters.
 
+    python -m experiments.finetune MODEL --data.path chats.jsonl
     python -m experiments.finetune MODEL data:files --data.path 'docs/**/*.md'
     python -m experiments.finetune MODEL adapter:lora --adapter.rank 8 \\
         --adapter.targets.roles attention_in attention_out expert_in expert_out
@@ -16,9 +17,10 @@ The run is like one of `pretrain`: the same command resumes, and evaluate, gener
 it. Its checkpoints hold what is trained, and name the model that was adapted.
 
 Text and conversations are read by the tokenizer and the chat template of the model, whatever the
-kind of data, and text ends where that of the model does. `data.tokenizer:` takes another tokenizer,
-and the run says what its ids mean to the embeddings. Batches and held-out data that no flag sets
-shrink to what the data have.
+kind of data, and text ends where that of the model does. Files of conversations (of OpenAI, TRL,
+ShareGPT or Alpaca) are taken as data:chat. `data.tokenizer:` takes another tokenizer, and the run
+says what its ids mean to the embeddings. Batches and held-out data that no flag sets shrink to
+what the data have.
 
 The optimiser is AdamW at 1e-3, as for adapters everywhere. Where the parameterisation of the model
 puts what is trained elsewhere, such as its matrices on spheres (HyperP), it is the optimiser of the
@@ -29,6 +31,7 @@ Exit codes: those of `pretrain`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -44,6 +47,8 @@ from experiments.cli.model import INITIAL, value_of, with_about, with_model
 from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
+from jaxmoe.data import DataError
+from jaxmoe.data.chat import holds_conversations
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
 from jaxmoe.run.config import CheckpointConfig, InitialConfig, PretrainConfig, RunConfig
@@ -170,6 +175,9 @@ def parse_tuning(
     """
     if start.checkpoint.initial_path is None:
         return flags.parse_flags(start, arguments, prog, description, first_fields=first_fields)
+    paths = _paths_of_conversations(arguments)
+    if paths:
+        arguments = ["data:chat", *arguments]
     flag_names = {word.lstrip("-").replace("-", "_").partition("=")[0] for word in arguments}
     with flags.exit_on_bad_configuration():
         tokens = model_data(start.checkpoint.initial_path)
@@ -187,7 +195,41 @@ def parse_tuning(
         if has_tokenizer and not has_template:
             config = dataclasses.replace(config, data=with_named_template(config.data))
         check_model_tokens(config.data, tokens, has_tokenizer=has_tokenizer)
+    if paths:
+        print(
+            f"note: data.path={' '.join(paths)} holds conversations: data:chat is taken, which"
+            f" trains on their answers, written by the template {config.data.traits.template}."
+            " data:files --data.text_field FIELD reads a field of theirs as text",
+            file=sys.stderr,
+            flush=True,
+        )
     return config
+
+
+def _paths_of_conversations(arguments: Sequence[str]) -> list[str]:
+    """Return the files that a command line names without their kind, if they are conversations.
+
+    Args:
+        arguments: Words of the command line.
+    """
+    paths: list[str] = []
+    is_path = False
+    for word in arguments:
+        name, _, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.removeprefix("--").replace("-", "_")
+            is_path = name == "data.path"
+            paths.extend([value] if is_path and value else [])
+            if name in ("data", "data.text_field"):
+                return []
+        elif word.startswith("data:"):
+            return []
+        elif is_path:
+            is_path = ":" not in word or "://" in word or pathlib.Path(word).exists()
+            paths.extend([word] if is_path else [])
+    with contextlib.suppress(DataError):  # reading the data says what is wrong
+        return paths if paths and holds_conversations(paths) else []
+    return []
 
 
 def with_fitting_optimizer(

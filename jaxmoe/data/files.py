@@ -125,8 +125,7 @@ class FileCollection:
         lines = self._text[1] + [
             f"{self}: {len(names)} of {len(self.files)} files are {kind}, {min(names)} among them,"
             " and each is trained as one text, with its quotes, braces and names of fields. To"
-            " train on a field of its records, write them as JSON lines (.jsonl) and name the"
-            " field with --data.text_field"
+            " train on a field of it, name it .json, and the field with --data.text_field"
             for kind, names in sorted(self._records.items())
         ]
         if not self._without_checksum:

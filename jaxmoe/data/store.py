@@ -15,7 +15,7 @@ from jaxmoe.data.held_out import held_out
 from jaxmoe.data.source import Split
 from pallas_kernels.array_types import Int, Shaped
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cache's files; increased when their meaning changes. 2: weights.bin."""
 WEIGHTS = "weights.bin"
 """File of the loss weights of the tokens."""

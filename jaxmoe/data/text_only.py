@@ -18,7 +18,7 @@ import numpy as np
 from jaxmoe import combinations
 from jaxmoe.data import tokenizer as tokenizers
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.source import SourceKind, SourceTraits, Split
+from jaxmoe.data.source import SourceKind, SourceTraits, Split, TemplateName
 from jaxmoe.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from pallas_kernels.array_types import Int
 
@@ -105,11 +105,13 @@ class TextOnlyConfig(SourceKind):
 
     tokenizer: TokenizerConfig = BytesConfig()
     """Tokenizer of prompts and text."""
+    template: TemplateName | None = None
+    """How conversations are written, where no file beside the tokenizer says it."""
 
     @property
     def traits(self) -> SourceTraits:
         """Properties that the rest of the library depends on."""
-        return SourceTraits(has_rows=False)
+        return SourceTraits(has_rows=False, template=self.template)
 
     def __post_init__(self):
         combinations.check(data=self)
@@ -128,7 +130,10 @@ class TextOnlyConfig(SourceKind):
             DataError: The tokenizer cannot be read.
         """
         del seed
-        return TextOnly(self.tokenizer.build(lambda: (), pathlib.Path()), is_imported=True)
+        tokenizer = self.tokenizer.build(lambda: (), pathlib.Path())
+        # Bytes with a template were trained here, and their documents begin with the separator.
+        is_own_export = self.tokenizer.is_bytes and self.template is not None
+        return TextOnly(tokenizer, is_imported=not is_own_export)
 
 
 def build_text(data: SourceKind, seed: int = 0) -> Any:

@@ -4,6 +4,7 @@
 the exported one. Local tasks; nothing is downloaded."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.experiments.test_convert_huggingface import (
     refused,
     trained_vocabulary,
 )
-from tests.support.sentencepiece_tokenizers import write_sentencepiece
+from tests.support.sentencepiece_tokenizers import BEGIN, END, write_sentencepiece
 
 TASKS = {
     "choices": """
@@ -106,11 +107,26 @@ def test_evaluate_tasks_refuses_ids(tmp_path, capsys):
     )
 
 
+def with_begin(place):
+    """Give a model on disk a tokenizer like SentencePiece's, which puts <s> before a text."""
+    write_sentencepiece(place)
+    names = {"bos_token": BEGIN, "eos_token": END}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((place / "config.json").read_text())
+    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    (place / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the harness's own
-def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, capsys):
-    """Log-likelihoods, greedy flags, rolling ones and texts, request by request; then the
-    command."""
+@pytest.mark.parametrize("has_begin", [False, True], ids=["run", "imported with <s>"])
+def test_evaluate_tasks_equals_transformers_harness(has_begin, tasks, tmp_path, caplog, capsys):
+    """Log-likelihoods, greedy flags, rolling ones and texts, request by request.
+
+    Of a run whose documents begin with the separator, and of a model whose tokenizer puts <s>
+    before a text, once, and marks words by the space before them.
+    """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra hf")
     transformers = pytest.importorskip("transformers", reason="not installed: extra hf")
     lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: extra lm-eval")
@@ -118,10 +134,12 @@ def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, cap
     from lm_eval.tasks import TaskManager
 
     data = trained_vocabulary(tmp_path)
-    run = new_run(tmp_path / "run", data, model_of(300))
+    run = new_run(tmp_path / "run", data, model_of(400 if has_begin else 300))
     place = str(tmp_path / "hf")
     given = ("--to_huggingface", "auto", "--exported.max_length", "48", "--to", place)
     assert checkpoint.main(["convert", "--run.directory", run, *given]) == ExitCode.DONE
+    if has_begin:
+        with_begin(pathlib.Path(place))
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     theirs = HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(place, **eager),
@@ -131,7 +149,7 @@ def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, cap
         batch_size=4,
         max_length=48,
     )
-    assembly, state, _ = load_run(run, None)
+    assembly, state, _ = load_run(place if has_begin else run, None, needs_data=not has_begin)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     names = [f"own_{name}" for name in TASKS]
 
@@ -175,7 +193,8 @@ def test_evaluate_tasks_equals_transformers_harness(tasks, tmp_path, caplog, cap
     assert flags
 
     more = ("--include", str(tasks), "--max_length", "48", "--to", str(tmp_path / "found.json"))
-    command = ["--run.directory", run, "--tasks", "own_choices", *more]
+    source = place if has_begin else run
+    command = ["--run.directory", source, "--tasks", "own_choices", *more]
     assert evaluate_tasks.main(command) == ExitCode.DONE
     assert "own_choices" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())["results"]["own_choices"]

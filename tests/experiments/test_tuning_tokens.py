@@ -356,8 +356,9 @@ def test_the_first_answers_of_rl_follow_turns_and_end_where_the_model_ends_them(
     monkeypatch.setattr(Rollouts, "take", taken)
     words = ["--checkpoint.initial.path", str(model), "--run.directory", str(tmp_path / "run")]
     words += ["--rl.prompts", "4", "--rl.group", "4", "--training.steps", "1"]
-    words += ["data:files", "--data.path", str(model / "config.json"), "--evaluation.every", "0"]
-    words += ["--data.cache", str(tmp_path), "--data.validation_path", str(model / "config.json")]
+    (tmp_path / "a.txt").write_text(str(ends))
+    words += ["data:files", "--data.path", str(tmp_path / "a.txt"), "--evaluation.every", "0"]
+    words += ["--data.cache", str(tmp_path), "--data.validation_path", str(tmp_path / "a.txt")]
     sizes = ["--training.sequence_length", "64", "--tracking.sample_length", "0"]
     assert rl.main([*words, *sizes, "--tracking.trackers"]) == ExitCode.DONE
     plain = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -387,3 +388,24 @@ def test_a_copy_of_the_models_tokenizer_may_be_named(models, tmp_path):
     named = ("data.tokenizer:file", "--data.tokenizer.path", str(tmp_path))
     config = parsed(models / "a trained vocabulary", "--data.path", "a.jsonl", *named)
     assert config.data.tokenizer == FileConfig(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["bytes", "a trained vocabulary", "Hugging Face"])
+def test_conversations_in_a_file_are_taken_as_chats_with_a_sentence(name, models, texts, capsys):
+    """In a file whose kind is not named; text of their fields where it is."""
+    file = str(texts / "chats.jsonl")
+    capsys.readouterr()
+    config = parsed(models / name, f"--data.path={file}", "--training.steps", "30")
+    said = " ".join(capsys.readouterr().err.split())
+    template = TEMPLATES.get(name, "chatml")
+    words = ("data:chat", "--data.path", file, "--training.steps", "30")
+    assert config == parsed(models / name, *words)
+    assert config.data.name == "chat" and config.data.template == template
+    assert f"note: data.path={file} holds conversations: data:chat is taken" in said
+    assert f"written by the template {template}" in said and said.count("note:") == 1
+    assert not capsys.readouterr().err
+    for words in (("--data.text_field", "prompt"), ("data:files",)):
+        config = parsed(models / name, *words, "--data.path", file)
+        assert config.data.name == "files" and not capsys.readouterr().err
+    config = parsed(models / name, "--data.path", str(texts / "a.jsonl"))
+    assert config.data.name == "files" and not capsys.readouterr().err

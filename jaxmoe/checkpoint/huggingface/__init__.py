@@ -23,7 +23,7 @@
     rules.py      names of tensors that families share
     fields.py     fields of a config under their old and new names
     describe.py   normal form of a model, and the check that they describe it
-    weights.py    tensors to parameters
+    weights.py    tensors to parameters, with filling.py, and placing.py onto devices
     export.py     parameters to tensors
     modeling.py   modelling file for models of no family
     peft.py       adapters as files of PEFT, and peft_import.py their way back
@@ -55,9 +55,10 @@ from jaxmoe.checkpoint.huggingface.families.own import family_of
 from jaxmoe.checkpoint.huggingface.family import Family, text_fields, without_constants
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import check_plain, plain_file, read_object
+from jaxmoe.checkpoint.huggingface.placing import load
 from jaxmoe.checkpoint.huggingface.stored_weights import decode_weights
 from jaxmoe.checkpoint.huggingface.validation import check_fields, check_sizes
-from jaxmoe.checkpoint.huggingface.weights import Nonfinite, Tensors, load
+from jaxmoe.checkpoint.huggingface.weights import Nonfinite, Tensors
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules

@@ -22,8 +22,9 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from jaxmoe.catalog import Registry
+from jaxmoe.checkpoint.huggingface.filling import tensor_values
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.weights import Rule, tensor_values
+from jaxmoe.checkpoint.huggingface.weights import Rule
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
 from jaxmoe.models.config import ModelConfig

@@ -29,7 +29,8 @@ import numpy as np
 from jaxmoe.checkpoint.huggingface.export import InMemory
 from jaxmoe.checkpoint.huggingface.families.own import OWN
 from jaxmoe.checkpoint.huggingface.family import Family
-from jaxmoe.checkpoint.huggingface.weights import TensorPiece, pieces_of
+from jaxmoe.checkpoint.huggingface.filling import TensorPiece
+from jaxmoe.checkpoint.huggingface.weights import pieces_of
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.parameters import ParameterSpec

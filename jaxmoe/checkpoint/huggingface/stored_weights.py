@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from jaxmoe.checkpoint.huggingface.filling import tensor_values
 from jaxmoe.checkpoint.huggingface.paths import show_value
-from jaxmoe.checkpoint.huggingface.weights import tensor_values
 from jaxmoe.checkpoint.manifest import CheckpointError
 
 CONFIG: Final = "quantization_config"

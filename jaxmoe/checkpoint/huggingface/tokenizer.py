@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data import CorpusConfig, SourceKind, TextOnlyConfig
-from jaxmoe.data.chat import template_of
+from jaxmoe.data.chat import read_built_in, template_of
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
 from jaxmoe.data.tokenizer.byte_level import CHARACTERS
 from jaxmoe.json_bounds import parse_json
@@ -195,8 +195,8 @@ def separator_token(text: str, token_id: Any) -> str | None:
 def bundled_data(directory: pathlib.Path, fields: Mapping[str, Any]) -> SourceKind:
     """Return the data config of a model that brings no data: its tokenizer, and no rows.
 
-    A model of bytes has the embedded corpus, which is in bytes. Without a tokenizer.json, text is
-    numbers: token ids.
+    A model of bytes has the embedded corpus, which is in bytes, unless it was exported with a chat
+    template. Without a tokenizer.json, text is numbers: token ids.
 
     Args:
         directory: Directory of the model.
@@ -209,7 +209,8 @@ def bundled_data(directory: pathlib.Path, fields: Mapping[str, Any]) -> SourceKi
     if TOKENIZER not in texts:
         return TextOnlyConfig(tokenizer=IdsConfig(vocab_size=fields["vocab_size"]))
     if is_byte_tokenizer(texts[TOKENIZER]):
-        return CorpusConfig()
+        template = read_built_in(texts.get(_JINJA, ""), None)
+        return CorpusConfig() if template is None else TextOnlyConfig(template=template.name)
     return TextOnlyConfig(tokenizer=own_tokenizer(directory, texts[TOKENIZER], fields))
 
 

@@ -14,10 +14,8 @@ Input and output dimensions come from each parameter's declaration, so no rule r
 Heads are not permuted: RoPE rotates the same halves in both, or the attention config has a field
 for the layout.
 
-All names and shapes are compared before any value is read, and all mismatches are one error. One
-parameter is in host memory at a time beside those already placed.
-
-`export.py` writes tensors by the same rules.
+All names and shapes are compared before any value is read, and all mismatches are one error.
+`placing.py` places values while they are read; `export.py` writes tensors by the same rules.
 """
 
 from __future__ import annotations
@@ -26,14 +24,20 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import traverse_util
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from jaxmoe.checkpoint.huggingface.filling import (
+    TensorPiece,
+    check_finite,
+    fill_parameter,
+    tensor_values,
+)
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.declarations import Declaration
 from jaxmoe.models.config import ModelConfig
@@ -41,7 +45,6 @@ from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.parameters import Hyperparameters, ParameterSpec, ParameterTable
 from jaxmoe.scaling.initialize import parameter_table
 from sharding import axes as ax
-from sharding.mesh import named_shardings
 from sharding.rules import LogicalAxisRules
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -56,8 +59,8 @@ Nonfinite = Literal["refuse", "keep"]
 """What to do with values that are NaN, infinite, or infinite in float32."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHOWN = 20
-_ROWS = 16
-_ALIGNMENT = 64
+_PART = 2**28
+"""Bytes of a layer, in float32, above which its experts are read in several parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,17 +102,8 @@ class Rule:
     vector, or [1, 1, n, 1] of a vector of heads."""
 
 
-class TensorPiece(NamedTuple):
-    """Part of a parameter, and the part of a tensor that fills it."""
-
-    key: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    part: tuple[Any, ...]
-    """Index into the tensor; () is all of it."""
-    target: tuple[Any, ...]
-    """Index into the parameter."""
-    is_transposed: bool
+Index = tuple[tuple[int, int], ...]
+"""First and last-plus-one place of a part along each dimension."""
 
 
 class Tensors:
@@ -169,41 +163,87 @@ class Tensors:
             CheckpointError: A value is NaN or infinite, and such values are refused.
         """
         pieces = self._pieces[row.path]
-        shape = row.shape
-        if layer is not None:
-            shape = shape[1:]
-            pieces = [
-                piece._replace(target=piece.target[1:])
-                for piece in pieces
-                if piece.target[0] == layer
-            ]
+        if layer is None:
+            return self._values(row, row.shape, pieces)
+        pieces = [
+            piece._replace(target=piece.target[1:]) for piece in pieces if piece.target[0] == layer
+        ]
+        return self._values(row, row.shape[1:], pieces)
+
+    def parts(
+        self, row: ParameterSpec, is_needed: Callable[[Index], bool] = lambda part: True
+    ) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yield a parameter or router state in parts, each with its place.
+
+        A part is a layer, or some experts of a layer with a tensor each, where the parameter has
+        them; else the whole.
+
+        Args:
+            row: Row of one of the tables.
+            is_needed: Returns whether the part at a place is read.
+
+        Raises:
+            CheckpointError: A value is NaN or infinite, and such values are refused.
+        """
+        whole = tuple((0, size) for size in row.shape)
+        if not self.is_stacked(row):
+            if is_needed(whole):
+                yield whole, self._values(row, row.shape, self._pieces[row.path])
+            return
+        layers: dict[int, list[TensorPiece]] = {}
+        for piece in self._pieces[row.path]:
+            layers.setdefault(piece.target[0], []).append(piece)
+        for layer, pieces in layers.items():
+            for first, last in _expert_spans(row, pieces):
+                place = ((layer, layer + 1), *whole[1:])
+                shape = row.shape[1:]
+                inside = [piece._replace(target=piece.target[1:]) for piece in pieces]
+                if last is not None:
+                    place = (place[0], (first, last), *place[2:])
+                    shape = (last - first, *shape[1:])
+                    inside = [
+                        piece._replace(target=(piece.target[0] - first, *piece.target[1:]))
+                        for piece in inside
+                        if first <= piece.target[0] < last
+                    ]
+                if is_needed(place):
+                    yield place, self._values(row, shape, inside)[None]
+
+    def _values(
+        self, row: ParameterSpec, shape: tuple[int, ...], pieces: Sequence[TensorPiece]
+    ) -> np.ndarray:
+        """Return the values that pieces fill, f32."""
         with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite
-            values = _fill(row.path, shape, pieces, self._tensors)
+            values = fill_parameter(row.path, shape, pieces, self._tensors)
         if self._nonfinite == "refuse":
-            _check_finite(values, pieces, self._tensors)
+            check_finite(values, pieces, self._tensors)
         return values
 
 
-def load(
-    tensors: Tensors, *, mesh: Mesh | None, axis_rules: LogicalAxisRules
-) -> tuple[dict[str, Any], Any]:
-    """Return the parameters and the router state of a model, f32.
+def _is_number(index: Any) -> bool:
+    return type(index) is int
+
+
+def _expert_spans(
+    row: ParameterSpec, pieces: Sequence[TensorPiece]
+) -> Iterator[tuple[int, int | None]]:
+    """Yield first and last-plus-one expert of the parts of a layer; (0, None) for one part.
 
     Args:
-        tensors: Source of the values.
-        mesh: Mesh to place them on; one device when None.
-        axis_rules: Rules from logical axes to mesh axes.
+        row: Row of the parameter.
+        pieces: Pieces of the layer.
     """
-    if mesh is not None:
-        tensors.table.check_divides(axis_rules, dict(mesh.shape))
-
-    def build(row: ParameterSpec) -> jax.Array:
-        values = tensors.read(row)
-        if mesh is None:
-            return jax.device_put(values)  # no copy on the CPU
-        return jax.device_put(values, named_shardings(row.spec, mesh))
-
-    return tensors.table.tree(build), tensors.state_table.tree(build).get(ROUTER_STATE, {})
+    size = 4 * math.prod(row.shape[1:])
+    numbers = {(piece.key, *filter(_is_number, piece.target[1:2])) for piece in pieces}
+    has_tensor_each = len(numbers) == len({piece.key for piece in pieces}) and all(
+        len(number) == 2 for number in numbers
+    )
+    if size <= _PART or not has_tensor_each:
+        yield 0, None
+        return
+    count = max(1, _PART * row.shape[1] // size)
+    for first in range(0, row.shape[1], count):
+        yield first, min(first + count, row.shape[1])
 
 
 def state_table(model: ModelConfig) -> ParameterTable:
@@ -445,69 +485,3 @@ def _check(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) ->
 def _near(name: str, candidates: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, candidates, n=2, cutoff=0.8)
     return f" (near: {', '.join(near)})" if near else ""
-
-
-def _fill(
-    path: str, shape: tuple[int, ...], pieces: Sequence[TensorPiece], tensors: Mapping[str, Any]
-) -> np.ndarray:
-    """Return one parameter, or one layer of it, f32; each tensor is read once."""
-    size = math.prod(shape)
-    parameter = _align(size).reshape(shape)
-    filled = 0
-    last = ""
-    values = np.empty(0)
-    for piece in sorted(pieces, key=lambda piece: piece.key):
-        if piece.key != last:
-            last = piece.key
-            values = tensor_values(tensors[piece.key])
-        source = values[piece.part]
-        view = parameter[piece.target]
-        if piece.is_transposed and source.ndim == 2:
-            # Blocks of rows that fit the cache: five times as fast as one transpose.
-            matrix = view.reshape(source.shape[::-1])  # a view
-            for rows in range(0, len(source), _ROWS):
-                block = source[rows : rows + _ROWS].astype(np.float32)
-                matrix[:, rows : rows + _ROWS] = block.T
-        else:
-            view[...] = source.reshape(view.shape)
-        filled += view.size
-    if filled != size:
-        raise CheckpointError(f"{path}: the family's rules fill {filled} of {size} values")
-    return parameter
-
-
-def _check_finite(
-    parameter: np.ndarray, pieces: Sequence[TensorPiece], tensors: Mapping[str, Any]
-) -> None:
-    """Raise for the first tensor with a value that is NaN or infinite."""
-    # NaN is the minimum and the maximum of its array: no array of booleans as large is needed.
-    if not parameter.size or np.isfinite(parameter.min()) and np.isfinite(parameter.max()):
-        return
-    for piece in pieces:
-        view = parameter[piece.target]
-        wrong = view.size - np.count_nonzero(np.isfinite(view))
-        if wrong:
-            file = getattr(tensors[piece.key], "file", None)
-            raise CheckpointError(
-                f"{f'{file}: ' if file else ''}{piece.key} holds {wrong} of {view.size} values that"
-                " are NaN, infinite or too large for float32: download it again, or import it as it"
-                ' is with nonfinite="keep" (--imported.nonfinite keep)'
-            )
-
-
-def _align(size: int) -> np.ndarray:
-    """Return aligned memory, which a CPU device uses without a copy."""
-    raw = np.empty(4 * size + _ALIGNMENT, np.uint8)
-    first = -raw.ctypes.data % _ALIGNMENT
-    return raw[first : first + 4 * size].view(np.float32)
-
-
-def tensor_values(tensor: Any) -> np.ndarray:
-    """Return the values of a tensor, floats of any width.
-
-    Args:
-        tensor: Of PyTorch, or anything that numpy reads.
-    """
-    if hasattr(tensor, "detach"):  # PyTorch; numpy cannot read its bfloat16
-        tensor = tensor.detach().cpu().float().numpy()
-    return np.asarray(tensor)

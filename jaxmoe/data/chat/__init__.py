@@ -4,9 +4,8 @@
 
     python -m experiments.pretrain tiny data:chat --data.path chats.jsonl
 
-A record is `{"messages": [{"role": "user", "content": "..."}, ...]}` or `{"prompt": "...",
-"completion": "..."}`. A template writes it as tokens, and the loss has the tokens of its answers
-alone (`render.py`).
+A record is a conversation in the form of OpenAI, TRL, ShareGPT or Alpaca (`messages.py`). A
+template writes it as tokens, and the loss has the tokens of its answers alone (`render.py`).
 
 To add a template: `jaxmoe/data/chat/template.py` (the interface to implement),
 `jaxmoe/data/chat/__init__.py` (its name).
@@ -15,12 +14,13 @@ To add a template: `jaxmoe/data/chat/template.py` (the interface to implement),
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import ClassVar
 
 from jaxmoe import combinations
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.chat.built_in import ChatML, Plain
-from jaxmoe.data.chat.conversations import Conversations
+from jaxmoe.data.chat.built_in import ChatML, Plain, read_built_in
+from jaxmoe.data.chat.conversations import Conversations, holds_conversations
 from jaxmoe.data.chat.messages import ROLES, ConversationError, Message, read_messages
 from jaxmoe.data.chat.render import (
     Masked,
@@ -38,13 +38,19 @@ from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import SourceTraits, TemplateName
 from jaxmoe.data.tokenizer import TokenizerConfig
 
+_TRAINED_DAY = datetime.date(2026, 1, 1)
+"""Day of conversations to train on, for templates that write one."""
 
-def template_of(name: TemplateName, tokenizer: TokenizerConfig) -> ChatTemplate:
+
+def template_of(
+    name: TemplateName, tokenizer: TokenizerConfig, *, day: datetime.date | None = None
+) -> ChatTemplate:
     """Return a template.
 
     Args:
         name: Name of the template.
         tokenizer: Tokenizer, beside which the template `tokenizer` is read.
+        day: Day that the template writes, if it writes any; today when None.
 
     Raises:
         DataError: The tokenizer has no template, or it cannot be read.
@@ -56,7 +62,8 @@ def template_of(name: TemplateName, tokenizer: TokenizerConfig) -> ChatTemplate:
             "template=tokenizer reads the chat_template beside a tokenizer.json, and these tokens"
             " have none: choose chatml or plain"
         )
-    return read_template(file.parent)
+    template = read_template(file.parent, day=day)
+    return read_built_in(template.source, dict(template.special).get("eos_token")) or template
 
 
 __all__ = [
@@ -68,7 +75,9 @@ __all__ = [
     "Message",
     "TemplateName",
     "first_control",
+    "holds_conversations",
     "mask_conversation",
+    "read_built_in",
     "read_messages",
     "render",
     "stop_sequences",
@@ -84,7 +93,7 @@ class ChatConfig(ReadingConfig):
     is_implied: ClassVar[bool] = False
 
     path: tuple[str, ...] = ()
-    """JSON lines or Parquet files, globs or directories, separated by spaces; local, gs:// or
+    """JSON, CSV or Parquet files, globs or directories, separated by spaces; local, gs:// or
     s3://."""
     validation_path: tuple[str, ...] = ()
     """Files to hold out; a fraction of the conversations of `path` when empty."""
@@ -128,7 +137,7 @@ class ChatConfig(ReadingConfig):
         Raises:
             DataError: The tokenizer has none, or it cannot be read.
         """
-        return template_of(self.template, self.tokenizer)
+        return template_of(self.template, self.tokenizer, day=_TRAINED_DAY)
 
     def build(self, seed: int = 0) -> PackedSource:
         """Read, render and plan the conversations, or read them from the cache.

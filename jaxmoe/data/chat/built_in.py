@@ -12,20 +12,25 @@ encoded one by one, so that its ids do not depend on the turns after it.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxmoe.data.chat.messages import ANSWER, ConversationError, Message
 from jaxmoe.data.chat.template import ChatPiece, ChatTemplate
+from jaxmoe.data.source import TemplateName
 from jaxmoe.data.tokenizer import Tokenizer
 
 _FIRST = ChatPiece("begin")
 _SEPARATOR = ChatPiece("separator")
 _BEGIN = ChatPiece("control", "<|im_start|>")
 _END = ChatPiece("control", "<|im_end|>")
+_BEGINNING = re.compile(r"\{\{ ('(?:[^'\\\n]|\\.)*') \}\}")
+"""What a built-in template begins with, in the language of jinja2."""
 _NO_TOOLS = (
     "the template {name!r} writes no tools: take a tokenizer of a model that was made for calls,"
     " with its chat_template (--template tokenizer)"
@@ -35,6 +40,8 @@ _NO_TOOLS = (
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatML:
     """Marks of begin and end around each turn."""
+
+    name: ClassVar[TemplateName] = "chatml"
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -65,7 +72,7 @@ class ChatML:
 
     def with_tools(self, tools: str) -> ChatTemplate:
         """Refuse tools: it writes none."""
-        raise ConversationError(_NO_TOOLS.format(name="chatml"))
+        raise ConversationError(_NO_TOOLS.format(name=self.name))
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return the marks that are not distinct from the same text in a message."""
@@ -83,12 +90,14 @@ class ChatML:
 
     def identity(self) -> dict[str, Any]:
         """Return name and version."""
-        return {"template": "chatml", "version": 1}
+        return {"template": self.name, "version": 1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plain:
     """The role in words before each turn; the separator after an answer."""
+
+    name: ClassVar[TemplateName] = "plain"
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -120,7 +129,7 @@ class Plain:
 
     def with_tools(self, tools: str) -> ChatTemplate:
         """Refuse tools: it writes none."""
-        raise ConversationError(_NO_TOOLS.format(name="plain"))
+        raise ConversationError(_NO_TOOLS.format(name=self.name))
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return nothing: there are no marks but words."""
@@ -135,7 +144,27 @@ class Plain:
 
     def identity(self) -> dict[str, Any]:
         """Return name and version."""
-        return {"template": "plain", "version": 1}
+        return {"template": self.name, "version": 1}
+
+
+def read_built_in(source: str, separator: str | None) -> ChatML | Plain | None:
+    """Return the built-in template whose text in the language of jinja2 this is; None for others.
+
+    A tokenizer that was exported with it does not say where its answers end if the end is no token.
+
+    Args:
+        source: Text of a template.
+        separator: Text of the id between documents; what the template begins with when None.
+    """
+    match = _BEGINNING.match(source)
+    if match is None:
+        return None
+    begin = ast.literal_eval(match[1])
+    texts = [begin if separator is None else separator, begin]
+    for template in (ChatML(), Plain()):
+        if any(template.jinja(text, begin) == source for text in texts):
+            return template
+    return None
 
 
 def _check_calls(message: Message) -> None:

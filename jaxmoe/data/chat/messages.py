@@ -1,26 +1,55 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the messages of a conversation from JSON values, and refuses what is none."""
+"""Reads conversations from JSON values in the usual forms, and refuses what is none.
+
+    OpenAI, TRL     {"messages": [{"role": "user", "content": ...}, ...]}
+    TRL             {"prompt": ..., "completion": ...}: texts, or lists of messages
+    ShareGPT        {"conversations": [{"from": "human", "value": ...}, ...]}
+    Alpaca          {"instruction": ..., "input": ..., "output": ...}
+
+Beside them `tools` lists functions that answers may call, and `system` is a message of the system
+(ShareGPT, Alpaca). An answer with `"weight": 0` is not trained, as at OpenAI; nor are answers in a
+prompt.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxmoe.configs import closest
 from jaxmoe.data.batch import DataError
+from jaxmoe.data.reading.formats import CONVERSATIONS
 from jaxmoe.json_bounds import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages; tokens of `assistant` are answers."""
 ANSWER = "assistant"
-COLUMNS = (("messages",), ("prompt", "completion"))
-"""Fields of a record: one of these sets, the first that is there."""
+FIELDS = frozenset(field for form in CONVERSATIONS for field in form) | {
+    *("input", "system", "history", "tools"),
+    *("image", "images", "audio", "audios", "video", "videos"),
+}
+"""Fields of a record that are read."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message by which templates and data name the thoughts before an answer."""
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 _MOST_MESSAGES = 1000
-_MEANT = {"human": "user", "gpt": ANSWER, "bot": ANSWER, "model": ANSWER, "developer": "system"}
-_NEITHER = "a conversation has a field 'messages', or fields 'prompt' and 'completion'"
+_MEANT = {"human": "user", "gpt": ANSWER, "bot": ANSWER, "model": ANSWER, "function": "tool"}
+_SPEAKERS = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), ANSWER),
+    **dict.fromkeys(("observation", "function_response", "function"), "tool"),
+}
+"""Role of each `from` of ShareGPT."""
+_CALLED = "function_call"
+"""Speaker of ShareGPT whose text is the JSON of a call."""
+_NEITHER = (
+    "a conversation has 'messages' (role, content), 'conversations' (from, value), 'prompt' and"
+    " 'completion', or 'instruction' and 'output'"
+)
 
 
 class ConversationError(DataError):
@@ -54,6 +83,8 @@ class Message:
     """Name of the speaker or of the function; empty without one."""
     reasoning: str = ""
     """Thoughts before the content of an answer; empty without any."""
+    is_trained: bool = True
+    """Whether an answer is trained on."""
 
     def further_texts(self) -> Iterator[tuple[str, str]]:
         """Yield path and text of what a template may write beside the content."""
@@ -67,39 +98,130 @@ class Message:
         yield "['reasoning_content']", self.reasoning
 
 
-def read_conversation(value: Any) -> tuple[Message, ...]:
-    """Return the messages of a record.
+class Conversation(NamedTuple):
+    """Messages of a record, and the functions that its answers may call."""
+
+    messages: tuple[Message, ...]
+    tools: str | None = None
+    """JSON list of the functions; None without any."""
+
+
+def is_conversation(names: Collection[str]) -> bool:
+    """Return whether records with such fields are conversations.
 
     Args:
-        value: `{"messages": [{"role": ..., "content": ...}]}`, or `{"prompt": ..., "completion":
-            ...}`, which is a message of the user and its answer. Other fields are not read.
+        names: Names of fields or columns.
+    """
+    return any(set(form) <= set(names) for form in CONVERSATIONS)
+
+
+def read_conversation(value: Any) -> Conversation:
+    """Return the conversation of a record, in one of the forms of this file.
+
+    Args:
+        value: Object with the fields of one of `CONVERSATIONS`. Fields that are not in `FIELDS`
+            are not read.
 
     Raises:
-        ConversationError: Fields are missing, or of another type; a message has no text, an unknown
-            role, or calls a tool.
+        ConversationError: Fields are missing, or of another type; a message has no text or an
+            unknown role; the record has images.
     """
     if not isinstance(value, dict):
         raise ConversationError(f"expected an object, found {type(value).__name__}: {_NEITHER}")
-    if value.get("messages") is None and not {"prompt", "completion"} & value.keys():
+    fields = {name: item for name, item in value.items() if item is not None}
+    if media := next((name for name in _MEDIA if fields.get(name)), None):
+        raise ConversationError(
+            f"has a field {media!r}, and models here read text alone: leave such records out, or"
+            " remove the field if the text makes sense without"
+        )
+    names_with_value = {name for name, item in fields.items() if item != ""}
+    form = next((form for form in CONVERSATIONS if set(form) & names_with_value), None)
+    if form is None:
         names = ", ".join(map(repr, value)) or "none"
-        raise ConversationError(f"has fields {names}: {_NEITHER}. Rename its fields")
-    if value.get("messages") is None:
-        prompt, completion = (_text(value.get(name), name) for name in ("prompt", "completion"))
-        return Message("user", prompt), Message(ANSWER, completion)
-    return read_messages(value["messages"])
+        reason = ""
+        if {"chosen", "rejected"} <= fields.keys():
+            reason = ". These are pairs of preferences: rename 'chosen' to train on its answers"
+        raise ConversationError(f"has fields {names}: {_NEITHER}. Rename its fields{reason}")
+    if form == ("prompt", "completion"):
+        messages = _prompt_and_completion(fields.get("prompt"), fields.get("completion"))
+    elif form == ("instruction", "output"):
+        messages = _instruction(fields)
+    else:
+        messages = _list_of_messages(fields[form[0]], form[0])
+    system = fields.get("system")
+    if system and messages[0].role != "system":
+        messages = (Message("system", _text(system, "system")), *messages)
+    return Conversation(messages, _tools(fields.get("tools")))
 
 
-def read_messages(
-    value: Any, name: str = "messages", *, reads_calls: bool = False
-) -> tuple[Message, ...]:
+def _list_of_messages(value: Any, name: str) -> tuple[Message, ...]:
+    """Return the messages of a list, or of its JSON, as tables hold it."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("[")
+    return read_messages(_parse_field(value, name) if is_json else value, name)
+
+
+def _prompt_and_completion(prompt: Any, completion: Any) -> tuple[Message, ...]:
+    """Return a prompt, of which no answer is trained, and its completion: texts or messages."""
+    if isinstance(prompt, list):
+        before = read_messages(prompt, "prompt")
+    else:
+        before = (Message("user", _text(prompt, "prompt")),)
+    if isinstance(completion, list):
+        after = read_messages(completion, "completion")
+    else:
+        after = (Message(ANSWER, _text(completion, "completion")),)
+    untrained = (
+        dataclasses.replace(message, is_trained=False) if message.role == ANSWER else message
+        for message in before
+    )
+    return (*untrained, *after)
+
+
+def _instruction(fields: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Return the messages of an instruction, its input on the next line, and its output."""
+    messages = []
+    history = fields.get("history") or ()
+    for number, pair in enumerate(history if isinstance(history, Sequence) else [history]):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise ConversationError(
+                f"history[{number}] must be a list of an instruction and its output, found"
+                f" {repr(pair)[:40]}"
+            )
+        messages.append(Message("user", _text(pair[0], f"history[{number}][0]")))
+        messages.append(Message(ANSWER, _text(pair[1], f"history[{number}][1]")))
+    question = _text(fields.get("instruction"), "instruction")
+    if source := _text(fields.get("input", ""), "input"):
+        question = f"{question}\n{source}"
+    answer = Message(ANSWER, _text(fields.get("output"), "output"))
+    return (*messages, Message("user", question), answer)
+
+
+def _tools(value: Any) -> str | None:
+    """Return the JSON list of functions; None without any."""
+    tools = _parse_field(value, "tools") if isinstance(value, str) and value.strip() else value
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConversationError(
+            f"tools must be a list of objects, or its JSON, found {repr(value)[:40]}"
+        )
+    functions = [
+        {"type": "function", "function": tool}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in tools
+    ]
+    return json.dumps(functions, ensure_ascii=False)
+
+
+def read_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
     """Return messages of JSON values.
 
     Args:
-        value: List of objects with `role` and `content`: a text, or a list of parts
-            `{"type": "text", "text": ...}`.
+        value: List of objects with `role` and `content`, or `from` and `value`. A content is a
+            text, or a list of parts `{"type": "text", "text": ...}`. Calls of tools, the ids of
+            their answers, names and reasoning are read too.
         name: Field of the list, for messages.
-        reads_calls: Whether calls of tools, the ids of their answers, names and reasoning are
-            read too; without, a message that calls a tool is refused.
 
     Raises:
         ConversationError: The value is no list of messages.
@@ -116,35 +238,46 @@ def read_messages(
             f"field {name!r} has {len(value):,} messages, at most {_MOST_MESSAGES:,} are read:"
             " write several conversations"
         )
-    return tuple(
-        _message(item, f"{name}[{number}]", reads_calls) for number, item in enumerate(value)
-    )
+    return tuple(_message(item, f"{name}[{number}]") for number, item in enumerate(value))
+
+
+def _parse_field(text: str, where: str) -> Any:
+    """Return the value of a field that holds JSON."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ConversationError(f"{where} is no JSON: {error}") from error
 
 
 def as_json(messages: Sequence[Message]) -> str:
-    """Return roles and contents as JSON, the same for equal conversations."""
-    return json.dumps([[message.role, message.content] for message in messages])
+    """Return roles, contents and calls as JSON, the same for equal conversations."""
+    rows = (
+        [message.role, message.content, *(text for _, text in message.further_texts() if text)]
+        for message in messages
+    )
+    return json.dumps(list(rows))
 
 
-def _message(value: Any, where: str, reads_calls: bool) -> Message:
+def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise ConversationError(
             f"{where} must be an object with 'role' and 'content', found {type(value).__name__}"
         )
-    fields: dict[str, Any] = _further_fields(value, where) if reads_calls else {}
+    if value.get("function_call"):
+        raise ConversationError(
+            f"{where} calls a tool by function_call ({repr(value['function_call'])[:40]}): write it"
+            " as tool_calls"
+        )
+    if value.get("from") is not None and value.get("role") is None:
+        return _turn(value, where)
+    fields = _further_fields(value, where)
     if fields.get("calls") and value.get("content") is None:
         value = value | {"content": ""}
-    calls = value.get("function_call") or (not reads_calls and value.get("tool_calls"))
-    if calls:
-        raise ConversationError(
-            f"{where} calls a tool ({repr(calls)[:40]}), which no template here writes: put the"
-            " text of the call into 'content'"
-        )
     for name in ("role", "content"):
         if name not in value:
             names = ", ".join(map(repr, value)) or "none"
             raise ConversationError(f"{where} has no field {name!r}; it has {names}")
-    role = value["role"]
+    role = "system" if value["role"] == "developer" else value["role"]
     if not isinstance(role, str) or role not in ROLES:
         meant = _MEANT.get(role) if isinstance(role, str) else None
         hint = f" (write {meant!r})" if meant else closest(role, ROLES) if role == str(role) else ""
@@ -154,14 +287,41 @@ def _message(value: Any, where: str, reads_calls: bool) -> Message:
     return Message(role, _content(value["content"], f"{where}['content']"), **fields)
 
 
+def _turn(value: dict[str, Any], where: str) -> Message:
+    """Return a message `{"from": ..., "value": ...}` of ShareGPT."""
+    speaker = value["from"]
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+        hint = closest(speaker, _SPEAKERS) if isinstance(speaker, str) else ""
+        raise ConversationError(
+            f"{where} is from {repr(speaker)[:40]}{hint}: choose one of {', '.join(_SPEAKERS)}"
+        )
+    text = _content(value.get("value"), f"{where}['value']")
+    fields = _further_fields(value | {"role": _SPEAKERS[speaker]}, where)
+    if speaker != _CALLED:
+        return Message(_SPEAKERS[speaker], text, **fields)
+    calls = _parse_field(text, f"{where}['value']")
+    fields["calls"] = tuple(
+        _tool_call({"function": call}, f"{where}['value']")
+        for call in (calls if isinstance(calls, list) else [calls])
+    )
+    return Message(ANSWER, "", **fields)
+
+
 def _further_fields(value: dict[str, Any], where: str) -> dict[str, Any]:
     """Return what a message has beside role and content, by the fields of `Message`."""
-    names = {"tool_call_id": "call_id", "name": "name", "reasoning_content": "reasoning"}
+    names = {
+        **{"tool_call_id": "call_id", "name": "name"},
+        **dict.fromkeys(reversed(REASONING_FIELDS), "reasoning"),
+    }
     fields: dict[str, Any] = {
         field: _text(value[name], f"{where}['{name}']")
         for name, field in names.items()
         if value.get(name) is not None
     }
+    if (weight := value.get("weight")) is not None:
+        if weight not in (0, 1):
+            raise ConversationError(f"{where}['weight'] must be 0 or 1, found {repr(weight)[:40]}")
+        fields["is_trained"] = weight == 1
     if value.get("tool_calls") is None:
         return fields
     place = f"{where}['tool_calls']"
@@ -189,15 +349,12 @@ def _tool_call(value: Any, where: str) -> ToolCall:
     place = f"{where}['function']['arguments']"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments or "{}")
-        except ValueError as error:
-            raise ConversationError(f"{place} is no JSON: {error}") from error
+        arguments = _parse_field(arguments or "{}", place)
     if not isinstance(arguments, dict):
         raise ConversationError(
             f"{place} must be a JSON object, or its text, found {repr(arguments)[:40]}"
         )
-    identifier = _text(value.get("id", ""), f"{where}['id']")
+    identifier = _text(value.get("id") or "", f"{where}['id']")
     return ToolCall(identifier, name, json.dumps(arguments, ensure_ascii=False))
 
 

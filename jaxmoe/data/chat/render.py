@@ -5,12 +5,15 @@
 Training, a chat in the terminal and an HTTP endpoint all use `render`. The mask comes from rendered
 prefixes: an answer is what the rendering of its conversation up to it has beyond the rendering of
 the turns before, with the prompt of an answer. It ends with the template's end of an answer, where
-generation stops; what a template writes after that (a line end) is not trained. A template that
-writes a turn in another way when more turns follow has no such prefixes, and is refused.
+generation stops; what a template writes after that (a line end) is not trained. Where a template
+writes no end (GLM), an answer ends with the special token that begins the next turn: it is trained,
+also behind the last answer, and stops generation. A template that writes a turn in another way when
+more turns follow has no such prefixes; its answers are masked one by one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -26,6 +29,10 @@ from pallas_kernels.array_types import Int, Shaped
 _MARK = "THE_CONTENT_ENDS_HERE "
 """Stands behind the content that is continued; a template that trims contents removes its space."""
 TrainOn = Literal["assistant", "last", "all"]
+
+
+class PrefixError(ConversationError):
+    """A template writes a turn in another way when more turns follow."""
 
 
 class Masked(NamedTuple):
@@ -73,8 +80,78 @@ def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[
         template: How turns are written.
         tokenizer: Tokenizer of text; where it has no token for the end, the text is the sequence.
     """
+    marks = _turn_marks(template, tokenizer)
+    return tuple(dict.fromkeys((*_declared_ends(template, tokenizer), *((m,) for m in marks))))
+
+
+def _declared_ends(template: ChatTemplate, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return the sequences of ids that the template and its model name as ends."""
     ends = [] if template.end is None else [tuple(_control_ids(template.end, tokenizer).tolist())]
-    return tuple(dict.fromkeys([*ends, *((token,) for token in template.end_ids)]))
+    return [*ends, *((token,) for token in template.end_ids)]
+
+
+@functools.lru_cache(maxsize=16)
+def _turn_marks(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens that end an answer where it has none of the declared ends.
+
+    They are the one that the template writes behind its content, or those that begin the turn of a
+    user or a tool.
+    """
+    turns = (Message("user", "a"), Message(ANSWER, "b"))
+    try:
+        start = len(_render(turns[:1], template, tokenizer, True, {}))
+        answer = _render(turns, template, tokenizer, False, {})
+    except ConversationError:
+        return ()
+    if any(_last_end(answer, start, end) for end in _declared_ends(template, tokenizer)):
+        return ()
+    special = frozenset(tokenizer.special_tokens)
+    for place in range(len(answer), start, -1):
+        text = tokenizer.spell(answer[place - 1 : place])
+        if text in special:
+            return (int(answer[place - 1]),)
+        if text.strip():
+            break
+    marks = []
+    for role in ("user", "tool"):
+        with contextlib.suppress(ConversationError):
+            more = _render((*turns, Message(role, "c")), template, tokenizer, False, {})
+            following = more[len(answer) : len(answer) + 1]
+            is_prefix = np.array_equal(more[: len(answer)], answer)
+            if is_prefix and tokenizer.spell(following) in special:
+                marks.append(int(following[0]))
+    return tuple(dict.fromkeys(marks))
+
+
+def mask_answers(
+    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer
+) -> list[Masked]:
+    """Return each answer to train on, behind the turns before it: for templates without prefixes.
+
+    Where the prompt of an answer is no prefix either (it opens thoughts that the answer has not),
+    the answer begins where they part.
+
+    Args:
+        messages: Turns, in order.
+        template: How turns are written.
+        tokenizer: Tokenizer of text.
+
+    Raises:
+        ConversationError: As `render`, or the turns before an answer are no prefix.
+    """
+    return [
+        _mask(messages[: number + 1], template, tokenizer, "last", may_part=True)
+        for number in _trained_answers(messages)
+    ]
+
+
+def _trained_answers(messages: Sequence[Message]) -> list[int]:
+    """Return the places of the answers to train on."""
+    return [
+        number
+        for number, message in enumerate(messages)
+        if message.role == ANSWER and message.is_trained
+    ]
 
 
 def mask_conversation(
@@ -91,30 +168,55 @@ def mask_conversation(
     Raises:
         ConversationError: As `render`, or the rendering of a prefix is no prefix.
     """
+    return _mask(messages, template, tokenizer, train_on, may_part=False)
+
+
+def _mask(
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    train_on: TrainOn,
+    *,
+    may_part: bool,
+) -> Masked:
+    """Return a conversation to train on; see `mask_conversation` and `mask_answers`."""
     _check_contents(messages, template, tokenizer)
     ids_of_pieces: dict[ChatPiece, np.ndarray] = {}
-    tokens = _render(messages, template, tokenizer, False, ids_of_pieces)
+
+    def ids(count: int, is_prompt: bool) -> np.ndarray:
+        return _render(messages[:count], template, tokenizer, is_prompt, ids_of_pieces)
+
+    def length(count: int, is_prompt: bool) -> int:
+        what = f"messages 1 to {count}" + " and the prompt of an answer" * is_prompt
+        return _length_of_prefix(ids(count, is_prompt), tokens, what, tokenizer)
+
+    tokens = ids(len(messages), False)
+    stops = stop_sequences(template, tokenizer)
+    marks = _turn_marks(template, tokenizer)
+    if marks and messages[-1].role == ANSWER and messages[-1].is_trained:
+        first = len(ids(len(messages) - 1, True))
+        if not any(_last_end(tokens, first, stop) for stop in stops):
+            following = marks[-1] if messages[-1].calls else marks[0]  # a tool, or the user
+            tokens = np.append(tokens, np.int32(following))
     weights = np.zeros(len(tokens), np.uint8)
-    answers = [number for number, message in enumerate(messages) if message.role == ANSWER]
+    answers = _trained_answers(messages)
     if train_on == "all":
         weights[1:] = 1
-        ends = stop_sequences(template, tokenizer)
-        is_endless = answers and not any(_last_end(tokens, 0, stop) for stop in ends)
+        is_endless = answers and not any(_last_end(tokens, 0, stop) for stop in stops)
         return Masked(tokens, weights, len(answers) if is_endless else 0)
     endless = 0
     for number in answers[-1:] if train_on == "last" else answers:
-        start, end = (
-            _length_of_prefix(
-                _render(messages[:count], template, tokenizer, is_prompt, ids_of_pieces),
-                tokens,
-                f"messages 1 to {count}" + " and the prompt of an answer" * is_prompt,
-                tokenizer,
-            )
-            for count, is_prompt in ((number, True), (number + 1, False))
-        )
-        stops = stop_sequences(template, tokenizer)
+        try:
+            start = length(number, True)
+        except PrefixError:
+            if not may_part:
+                raise
+            start = max(length(number, False), _common_length(ids(number, True), tokens))
+        end = length(number + 1, False)
         places = (_last_end(tokens[:end], start, stop) for stop in stops)
         end_at = max(filter(None, places), default=None)
+        if end_at is None and marks and tuple(tokens[end : end + 1].tolist()) in stops:
+            end_at = end + 1
         weights[start : end_at or end] = 1
         endless += end_at is None
     return Masked(tokens, weights, endless)
@@ -218,20 +320,25 @@ def _list_reserved(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, .
     return tuple(template.reserved_texts(tokenizer))
 
 
+def _common_length(ids: np.ndarray, other_ids: np.ndarray) -> int:
+    """Return the number of ids at the begin that are the same."""
+    size = min(len(ids), len(other_ids))
+    differing = np.flatnonzero(ids[:size] != other_ids[:size])
+    return int(differing[0]) if len(differing) else size
+
+
 def _length_of_prefix(
     prefix: np.ndarray, tokens: np.ndarray, what: str, tokenizer: Tokenizer
 ) -> int:
-    """Return the length of a prefix; raise a ConversationError if it is none."""
-    size = min(len(prefix), len(tokens))
-    differing = np.flatnonzero(prefix[:size] != tokens[:size])
-    if not len(differing) and len(prefix) <= len(tokens):
-        return len(prefix)
-    at = int(differing[0]) if len(differing) else size
+    """Return the length of a prefix; raise a PrefixError if it is none."""
+    at = _common_length(prefix, tokens)
+    if at == len(prefix):
+        return at
     alone, with_next = (
         f"{tokenizer.spell(ids[at : at + 1])!r} (id {ids[at]})" if at < len(ids) else "the end"
         for ids in (prefix, tokens)
     )
-    raise ConversationError(
+    raise PrefixError(
         f"the template cannot be masked: it writes {what} in another way when more follows. The "
         f"first difference is at token {at}: {alone} alone, {with_next} in the whole conversation. "
         "Choose data.template chatml, or data.train_on last or all"

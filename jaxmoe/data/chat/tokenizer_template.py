@@ -5,22 +5,26 @@
 It is the file chat_template.jinja beside the tokenizer.json, or the field chat_template of
 tokenizer_config.json. jinja2 evaluates it in its immutable sandbox with the names that
 `transformers` gives it: messages, add_generation_prompt, tools, documents (None), the special
-tokens, raise_exception and the filter tojson. strftime_now is left undefined, so that the text does
-not depend on the day. The ids are those of `apply_chat_template(..., tokenize=True)`.
+tokens, raise_exception and the filter tojson. The ids are those of `apply_chat_template(...,
+tokenize=True)`. strftime_now is left undefined where a template looks whether it is defined, so
+that the text does not depend on the day. Others (gpt-oss) write the day: of conversations to train
+on one that is fixed, so that a run which resumes reads the same tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxmoe.data.batch import DataError
-from jaxmoe.data.chat.messages import ConversationError, Message
+from jaxmoe.data.chat.messages import REASONING_FIELDS, ConversationError, Message
 from jaxmoe.data.chat.template import ChatPiece
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.disk import kind_of_special_file
@@ -31,6 +35,7 @@ SETTINGS = "tokenizer_config.json"
 JINJA = "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"
 """Further special tokens; those of SETTINGS are taken first."""
+_ASKS_FOR_DAY = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 _ENDS = ("generation_config.json", "config.json")
 """Files with the ids that end a text, of the model beside the tokenizer; the first that has any."""
 _VALUES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -58,6 +63,8 @@ class TokenizerTemplate:
     """JSON list of functions that an answer may call; null without any."""
     source_with_tools: str = ""
     """Text of the template `tool_use`, which is taken with tools; empty without one."""
+    day: datetime.date | None = None
+    """Day that it writes, if it writes any; today when None."""
 
     @property
     def end(self) -> ChatPiece | None:
@@ -71,6 +78,8 @@ class TokenizerTemplate:
         """Yield the whole conversation as one piece."""
         template, errors = _compile_programs(self.source, self.where)
         values = {**dict(self.special), **json.loads(self.variables)}
+        if self._writes_day:
+            values.setdefault("strftime_now", self._format_day)
         parts = []
         size = 0
         try:
@@ -90,6 +99,16 @@ class TokenizerTemplate:
                 f"the chat template of {self.where} refuses messages 1 to {len(messages)}: {error}"
             ) from error
         yield ChatPiece("control", "".join(parts))
+
+    @property
+    def _writes_day(self) -> bool:
+        return "strftime_now" in self.source and _ASKS_FOR_DAY.search(self.source) is None
+
+    def _format_day(self, form: str) -> str:
+        """Return the day, or the time of now, in a format of `strftime`."""
+        if self.day is None:
+            return datetime.datetime.now().strftime(form)
+        return datetime.datetime.combine(self.day, datetime.time()).strftime(form)
 
     def with_variables(self, values: Mapping[str, Any]) -> TokenizerTemplate:
         """Return the template with further values by name."""
@@ -121,7 +140,9 @@ class TokenizerTemplate:
 
     def identity(self) -> dict[str, Any]:
         """Return name and sha256."""
-        parts = [self.source, self.special, *([self.end_ids] if self.end_ids else [])]
+        parts: list[Any] = [self.source, self.special, *([self.end_ids] if self.end_ids else [])]
+        if self._writes_day:
+            parts.append(str(self.day))
         content = json.dumps(parts).encode()
         return {"template": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -157,16 +178,17 @@ def _message_values(message: Message) -> dict[str, Any]:
     optional = {
         "tool_call_id": message.call_id,
         "name": message.name,
-        "reasoning_content": message.reasoning,
+        **dict.fromkeys(REASONING_FIELDS, message.reasoning),
     }
     return values | {name: text for name, text in optional.items() if text}
 
 
-def read_template(place: pathlib.Path) -> TokenizerTemplate:
+def read_template(place: pathlib.Path, *, day: datetime.date | None = None) -> TokenizerTemplate:
     """Return the chat template of a tokenizer.
 
     Args:
         place: Directory of its tokenizer.json.
+        day: Day that it writes, if it writes any; today when None.
 
     Raises:
         DataError: There is none, or it cannot be read.
@@ -184,6 +206,7 @@ def read_template(place: pathlib.Path) -> TokenizerTemplate:
         str(where),
         _end_ids(place),
         source_with_tools=_source(place, "tool_use")[0] or "",
+        day=day,
     )
     _compile_programs(template.source, template.where)
     return template

@@ -30,6 +30,18 @@ _ZSTD_CHECKSUM = 1 << 2
 """Bit of the byte after the magic number, the frame header descriptor (RFC 8878, 3.1.1.1.1)."""
 
 
+def plain_name(path: epath.Path) -> str:
+    """Return the name of a file in small letters, without the suffix of its compression.
+
+    Args:
+        path: Any path.
+    """
+    plain = path.name.lower()
+    for suffix in COMPRESSED:
+        plain = plain.removesuffix(suffix)
+    return plain
+
+
 def chunks(path: epath.Path, on_no_checksum: Callable[[], object]) -> Iterator[bytes]:
     """Yield the content of a file, decompressed according to its suffix.
 

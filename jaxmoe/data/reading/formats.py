@@ -3,14 +3,17 @@
 """Reads the records of a file, and locates errors in it.
 
     .jsonl .ndjson           one object per line (ended by LF, CR LF or CR), the text in one field
+    .json                    a list of objects, one object per line, or one object
+    .csv .tsv                one record per row, the text in one column that the first line names
     .parquet                 one record per row, the text in one column (extra `parquet`)
     .npy                     token ids: [tokens], or [documents, tokens]
     .bin with .idx           token ids of Megatron-LM, with document borders
     .bin                     token ids without borders, of the config's integer type
-    anything else            UTF-8 text, one document per file (`texts.py`); JSON and CSV are told
-                             of, since their braces, quotes and commas become text as well
+    anything else            UTF-8 text, one document per file (`texts.py`); a list or lines of JSON
+                             objects are records, one object of JSON is told of
 
-Text and JSON lines may be compressed (.gz, .zst). Token ids without borders are cut after every
+The text may stand in a field of a field: `meta.text`. Text, JSON and CSV may be compressed (.gz,
+.zst). Token ids without borders are cut after every
 separator of the tokenizer. An error in one record (not UTF-8, not an object, no text) is yielded as
 a `BadRecord`, so that reading can continue; an error in a file (truncated, damaged, of another
 type) is raised.
@@ -22,18 +25,21 @@ To add a format: `jaxmoe/data/reading/formats.py` (a function that yields record
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import math
 import struct
 import tokenize
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from etils import epath
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.reading.compressed import COMPRESSED, chunks
-from jaxmoe.data.reading.records import BadRecord, Record, json_lines, not_utf8
+from jaxmoe.data.reading.records import BadRecord, JsonValue, Record, json_values, not_utf8
+from jaxmoe.data.reading.rows import PARQUET, ROWS, has_rows, read_rows
 from jaxmoe.data.reading.texts import read_text
 from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
@@ -41,15 +47,20 @@ from jaxmoe.optional import require
 _CHUNK = 2**20
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
-_JSON_SUFFIXES = (".jsonl", ".ndjson")
-_TABLE_SUFFIXES = (".csv", ".tsv")
 _SNIFFED = 2**16
 _MOST_SNIFFED = 2**20
 """Characters of a text in which JSON is looked for: its first line, and the whole of short ones."""
-DATA_SUFFIXES = (*_JSON_SUFFIXES, ".parquet", ".npy", ".bin", ".idx", *COMPRESSED)
+DATA_SUFFIXES = (*ROWS, ".npy", ".bin", ".idx", *COMPRESSED)
 """Suffixes of files that are data even if their first bytes are not text."""
-_CONVERSATIONS = (("messages",), ("prompt", "completion"), ("conversations",))
-"""Fields of records that are conversations: all of one of these sets."""
+CONVERSATIONS = (
+    ("messages",),
+    ("conversations",),
+    ("conversation",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+)
+"""Fields of records that are conversations: all of one of these sets, the first that is there."""
+_LISTS_OF_TURNS = ("messages", "conversations", "conversation", "prompt", "completion")
 
 
 def read_records(
@@ -69,20 +80,19 @@ def read_records(
         bin_dtype: Integer type (numpy name) of a .bin file without .idx.
         separator: Id that ends a document in files of ids without borders; None: one document.
         on_no_checksum: Function to call when compressed content has no checksum.
-        on_records: Function to call with "JSON" or "CSV" when a file that is read as one text is
-            that.
+        on_records: Function to call with "JSON" when a file that is read as one text is that.
 
     Raises:
         DataError: The file as a whole cannot be used.
     """
     name = path.name.lower()
     try:
-        if is_json_lines(path):
-            for item in json_lines(path, chunks(path, on_no_checksum)):
-                is_bad = isinstance(item, BadRecord)
-                yield item if is_bad else _field_text(item.value, text_field, item.where)
-        elif name.endswith(".parquet"):
+        if name.endswith(PARQUET):
             yield from _parquet(path, text_field)
+        elif has_rows(path):
+            columns = functools.partial(_text_column, path, text_field)
+            rows = read_rows(path, columns, on_no_checksum=on_no_checksum)
+            yield from _texts(rows, text_field)
         elif name.endswith(".npy"):
             yield from _numpy(path, separator)
         elif name.endswith(".bin") and index_file(path).exists():
@@ -91,47 +101,56 @@ def read_records(
             yield from _plain_ids(path, np.dtype(bin_dtype), separator)
         else:
             text, begin = read_text(path, lambda: chunks(path, on_no_checksum), _MOST_SNIFFED + 2)
-            if isinstance(text, Record) and (kind := _kind_of_records(path, begin)):
-                on_records(kind)
+            kind = _kind_of_json(begin) if isinstance(text, Record) else None
+            if kind == "records":
+                yield from _texts(json_values(path, chunks(path, on_no_checksum)), text_field)
+                return
+            if kind is not None:
+                on_records("JSON")
             yield text
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def is_json_lines(path: epath.Path) -> bool:
-    """Return whether the name of a file, which may be compressed, is one of JSON lines."""
-    return _plain_name(path).endswith(_JSON_SUFFIXES)
+def _texts(rows: Iterator[JsonValue | BadRecord], field: str) -> Iterator[Record | BadRecord]:
+    for row in rows:
+        yield row if isinstance(row, BadRecord) else _field_text(row.value, field, row.where)
 
 
-def _plain_name(path: epath.Path) -> str:
-    """Return the name of a file in small letters, without the suffix of its compression."""
-    plain = path.name.lower()
-    for suffix in COMPRESSED:
-        plain = plain.removesuffix(suffix)
-    return plain
+def _text_column(path: epath.Path, field: str, names: Sequence[str]) -> Sequence[str]:
+    """Return the column of the text of a table; raise a DataError if it has none."""
+    if field not in names:
+        listed = ", ".join(map(repr, names))
+        way_out = way_to_text(names, "column")
+        raise DataError(f"{path} has no column {field!r}; it has {listed}: {way_out}")
+    return [field]
 
 
-def _kind_of_records(path: epath.Path, text: str) -> str | None:
-    """Return "JSON" or "CSV" for a text that is one by its name, or is JSON by its begin.
+def _kind_of_json(text: str) -> Literal["records", "object"] | None:
+    """Return what a text is by its begin: a list or lines of objects, another value, or no JSON.
 
     Args:
-        path: File of the text.
         text: Its begin; the whole, if that is shorter than what is looked at.
     """
-    name = _plain_name(path)
-    if name.endswith(_TABLE_SUFFIXES):
-        return "CSV"
-    begin = text[:_SNIFFED].lstrip("\ufeff \t\r\n")
-    if name.endswith(".json") or _is_json(text, begin):
-        return "JSON"
-    return None
-
-
-def _is_json(text: str, begin: str) -> bool:
-    """Return whether a text, or its first line, is an object or a list of JSON."""
+    begin = text.lstrip("\ufeff \t\r\n")
     if not begin.startswith(("{", "[")):
-        return False
-    for part in (begin.partition("\n")[0], text.lstrip("\ufeff")):
+        return None
+    decoder = json.JSONDecoder()
+    with contextlib.suppress(ValueError, RecursionError):
+        if begin.startswith("["):
+            item, _ = decoder.raw_decode(begin[1:].lstrip())
+            if isinstance(item, dict):
+                return "records"
+        else:
+            first, _, rest = begin.partition("\n")
+            if isinstance(parse_json(first), dict) and rest.lstrip().startswith("{"):
+                return "records"
+    return "object" if _is_json(begin) else None
+
+
+def _is_json(begin: str) -> bool:
+    """Return whether a text, or its first line, is an object or a list of JSON."""
+    for part in (begin.partition("\n")[0], begin):
         if len(part) <= _MOST_SNIFFED:
             with contextlib.suppress(ValueError):
                 parse_json(part)
@@ -150,11 +169,27 @@ def _field_text(record: Any, field: str, where: str) -> Record | BadRecord:
             f"{where}: expected an object with a text in field {field!r}, found a "
             f"{type(record).__name__}"
         )
-    if field not in record:
-        names = ", ".join(map(repr, record)) or "none"
-        way_out = way_to_text(record, "field")
-        return BadRecord(f"{where} has no field {field!r}; it has {names}: {way_out}")
-    return text_record(record[field], field, where)
+    value = record
+    for name in [field] if field in record else field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            names = ", ".join(map(repr, record)) or "none"
+            way_out = _way_to_records(record) or way_to_text(record, "field")
+            return BadRecord(f"{where} has no field {field!r}; it has {names}: {way_out}")
+        value = value[name]
+    return text_record(value, field, where)
+
+
+def _way_to_records(record: dict[str, Any]) -> str:
+    """Return what to do with an object whose fields hold the records; empty for other objects."""
+    lists = (
+        name
+        for name, value in record.items()
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+    )
+    name = next(lists, None)
+    if name is None or name in _LISTS_OF_TURNS:
+        return ""
+    return f"the list in {name!r} looks like the records: write that list alone into a file"
 
 
 def way_to_text(names: Collection[str], noun: str) -> str:
@@ -165,11 +200,11 @@ def way_to_text(names: Collection[str], noun: str) -> str:
         noun: What these are called.
     """
     way_out = f"name the {noun} of the text with --data.text_field"
-    if not any(set(columns) <= set(names) for columns in _CONVERSATIONS):
+    if not any(set(form) <= set(names) for form in CONVERSATIONS):
         return way_out
     return (
         "these are conversations, and data:chat trains on their answers by the chat template of the"
-        f" model: choose data:chat --data.path FILES (JSON lines or Parquet), or {way_out}"
+        f" model: choose data:chat --data.path FILES, or {way_out}"
     )
 
 
@@ -203,20 +238,27 @@ def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
         with path.open("rb") as stream:
             table = parquet.ParquetFile(stream)
             schema = table.schema_arrow
-            if field not in schema.names:
-                names = ", ".join(map(repr, schema.names))
-                way_out = way_to_text(schema.names, "column")
-                raise DataError(f"{path} has no column {field!r}; it has {names}: {way_out}")
-            kind = schema.field(field).type
+            parts = [field] if field in schema.names else field.split(".")
+            _text_column(path, parts[0] if parts[0] in schema.names else field, schema.names)
+            kind = schema.field(parts[0]).type
+            for part in parts[1:]:
+                if not arrow.types.is_struct(kind) or kind.get_field_index(part) < 0:
+                    raise DataError(f"{path}: column {parts[0]!r} is {kind}, without {field!r}")
+                kind = kind.field(part).type
             is_dictionary = arrow.types.is_dictionary(kind)
             binary = _binary_type(arrow, kind.value_type if is_dictionary else kind)
             if binary is None:
+                nested = ""
+                if arrow.types.is_struct(kind):
+                    nested = f" or a field of it, such as {field}.{kind.field(0).name},"
                 raise DataError(
-                    f"{path}: column {field!r} must hold text, found {kind}: name another column "
-                    "with --data.text_field"
+                    f"{path}: column {field!r} must hold text, found {kind}: name another column"
+                    f"{nested} with --data.text_field"
                 )
-            for batch in table.iter_batches(columns=[field]):
+            for batch in table.iter_batches(columns=[".".join(parts)]):
                 column = batch.column(0)
+                if parts[1:]:
+                    column = require("pyarrow.compute", "parquet").struct_field(column, parts[1:])
                 column = column.dictionary_decode() if is_dictionary else column
                 for value in column.cast(binary).to_pylist():
                     yield _parquet_text(value, field, f"{path} row {number}")

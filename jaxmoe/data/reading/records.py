@@ -1,20 +1,28 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Defines a record of a file, and reads JSON lines."""
+"""Defines a record of a file, and reads JSON: lines, lists, and one value after the other."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from etils import epath
 
 from jaxmoe.data.batch import DataError
 from pallas_kernels.array_types import Shaped
+
+_SPACE = " \t\r\n"
+_TRIMMED = 2**20
+"""Characters of values that were read from which on they are forgotten."""
+_LONGEST_LITERAL = 16
+"""Characters at the end of a text in which an error may mean that the text goes on."""
 
 
 class BadRecord(DataError):
@@ -69,7 +77,7 @@ def json_lines(
         longest: Bytes of a line above which it is not read; None: no limit.
     """
     offset = 0
-    for number, (line, size) in enumerate(_lines(content, longest), start=1):
+    for number, (line, size) in enumerate(split_lines(content, longest), start=1):
         where = f"{path} line {number} (byte {offset})"
         start = offset
         offset = offset + size
@@ -94,6 +102,151 @@ def json_lines(
             yield BadRecord(f"{where} is JSON that cannot be read: {error}")
         else:
             yield JsonValue(where, value)
+
+
+def json_values(
+    path: epath.Path, content: Iterator[bytes], *, longest: int | None = None
+) -> Iterator[JsonValue | BadRecord]:
+    """Yield the values of a list, or of a file with one value after the other, such as lines.
+
+    Args:
+        path: File, for messages.
+        content: Its bytes in pieces of any size.
+        longest: Bytes of a value above which it is left out; None: no limit.
+
+    Raises:
+        DataError: The file is no JSON, or not UTF-8.
+    """
+    head = first = b""
+    for chunk in content:
+        head += chunk
+        first = head.removeprefix(codecs.BOM_UTF8).lstrip()
+        if first.startswith(b"[") or b"\n" in first or len(first) > _TRIMMED:
+            break
+    if not first.startswith(b"[") and _is_lines(first):
+        yield from json_lines(path, itertools.chain([head], content), longest=longest)
+    else:
+        stream = _JsonStream(path, itertools.chain([head], content))
+        yield from stream.values(is_list=first.startswith(b"["), longest=longest)
+
+
+def _is_lines(head: bytes) -> bool:
+    """Return whether the first line of a file is a value by itself."""
+    line, end, _ = head.partition(b"\n")
+    if not end:
+        return True
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(line)
+        return True
+    return False
+
+
+class _JsonStream:
+    """Reads JSON values from a stream, in memory for one of them.
+
+    Args:
+        path: File, for messages.
+        content: Its bytes in pieces of any size.
+    """
+
+    def __init__(self, path: epath.Path, content: Iterator[bytes]):
+        self._path = path
+        self._content = content
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._num_bytes = 0
+        self._text = ""
+        self._at = 0
+        self._line = 1
+        self._is_ended = False
+
+    def values(self, *, is_list: bool, longest: int | None) -> Iterator[JsonValue | BadRecord]:
+        """Yield the items of a list, or the values that stand one behind the other."""
+        if is_list:
+            self._skip("[")
+        for number in itertools.count(1):
+            if self._next() in (("]",) if is_list else ("",)):
+                break
+            if is_list and number > 1:
+                self._skip(",")
+                self._next()
+            start = self._at
+            value, self._at = self._parse()
+            where = f"{self._path} record {number}"
+            if longest is not None and self._at - start > longest:
+                yield BadRecord(
+                    f"{where} has {self._at - start:,} characters, which must be at most"
+                    f" {longest:,}: write it as several records"
+                )
+            else:
+                yield JsonValue(where, value)
+        if is_list:
+            self._skip("]")
+            if self._next():
+                self._refuse("nothing may stand behind the list")
+
+    def _next(self) -> str:
+        """Return the next character that is no space; empty at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in _SPACE:
+                self._at += 1
+            if self._at < len(self._text):
+                if self._at > _TRIMMED:
+                    self._line += self._text.count("\n", 0, self._at)
+                    self._text = self._text[self._at :]
+                    self._at = 0
+                return self._text[self._at]
+            if not self._read(1):
+                return ""
+
+    def _skip(self, character: str) -> None:
+        """Pass a character; raise a DataError if another comes."""
+        if self._next() != character:
+            self._refuse(f"expected {character!r}")
+        self._at += 1
+
+    def _parse(self) -> tuple[Any, int]:
+        """Return the value here, and the place behind it."""
+        decoder = json.JSONDecoder()
+        while True:
+            try:
+                value, end = decoder.raw_decode(self._text, self._at)
+                if end < len(self._text) or not self._read(1):  # a number may go on
+                    return value, end
+            except json.JSONDecodeError as error:
+                is_near = error.pos >= len(self._text) - _LONGEST_LITERAL
+                may_go_on = is_near or error.msg.startswith("Unterminated")
+                if not may_go_on or not self._read(len(self._text) - self._at):
+                    self._refuse(error.msg, error.pos)
+            except (ValueError, RecursionError) as error:
+                self._refuse(str(error))
+
+    def _read(self, count: int) -> bool:
+        """Append at least so many characters, if there are; return whether any came."""
+        parts = [self._text]
+        size = 0
+        while size < count and not self._is_ended:
+            chunk = next(self._content, None)
+            self._is_ended = chunk is None
+            try:
+                text = self._decoder.decode(chunk or b"", self._is_ended)
+            except UnicodeDecodeError as error:
+                before = len(error.object) - len(chunk or b"")
+                offset = self._num_bytes - before + error.start
+                raise not_utf8(str(self._path), offset, error.object, error.start) from error
+            self._num_bytes += len(chunk or b"")
+            parts.append(text)
+            size += len(text)
+        self._text = "".join(parts)
+        return size > 0
+
+    def _refuse(self, reason: str, at: int | None = None) -> NoReturn:
+        at = self._at if at is None else at
+        line = self._line + self._text.count("\n", 0, at)
+        column = at - self._text.rfind("\n", 0, at)
+        raise DataError(
+            f"{self._path} is not JSON: {reason} (line {line}, column {column}). Expected a list of"
+            " objects, or one object per line"
+        )
 
 
 class _RecordLine:
@@ -128,7 +281,7 @@ class _RecordLine:
         return line
 
 
-def _lines(content: Iterator[bytes], longest: int | None) -> Iterator[tuple[bytes, int]]:
+def split_lines(content: Iterator[bytes], longest: int | None) -> Iterator[tuple[bytes, int]]:
     """Yield the lines, each with its end (a line feed, a carriage return, or both), and its size.
 
     Content of a line beyond `longest` may be missing.

@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
 from jaxmoe.checkpoint.huggingface.export import TOKENS
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
+from jaxmoe.checkpoint.huggingface.placing import load
 from jaxmoe.checkpoint.huggingface.tokenizer import (
     GENERATION,
     TOKENIZER,
@@ -35,7 +36,6 @@ from jaxmoe.checkpoint.huggingface.tokenizer import (
     read_generation,
     tokenizer_texts,
 )
-from jaxmoe.checkpoint.huggingface.weights import load
 from jaxmoe.data import Source, SourceKind
 from jaxmoe.data.tokenizer import SubwordTokenizer
 from jaxmoe.disk import replace_file
@@ -70,9 +70,8 @@ def huggingface_values(
     """
     rules = execution.axis_rules
     _, tensors = open_huggingface(pathlib.Path(path), rules=rules)
-    params, router_state = load(tensors, mesh=mesh, axis_rules=rules)
-    dtype = jax.numpy.dtype(execution.precision.parameter_dtype)
-    return jax.tree.map(lambda value: value.astype(dtype), params), router_state
+    dtype = execution.precision.parameter_dtype
+    return load(tensors, mesh=mesh, axis_rules=rules, dtype=dtype)
 
 
 DIGESTS = "sha256.json"

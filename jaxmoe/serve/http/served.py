@@ -75,7 +75,7 @@ class ChatFormat:
             HTTPError: They are no messages, or the template cannot write them.
         """
         try:
-            turns = read_messages(_with_system(messages), reads_calls=True)
+            turns = read_messages(messages)
             template = self.template.with_variables(variables) if variables else self.template
             template = template if tools is None else _with_tools(template, tools, self.tokenizer)
             ids = render(
@@ -142,18 +142,6 @@ def _with_tools(template: ChatTemplate, tools: str, tokenizer: Tokenizer) -> Cha
             "tools", f" spell {control!r}, which the template would read as control: remove it"
         )
     return template
-
-
-def _with_system(messages: object) -> object:
-    """Return messages whose role `developer` is `system`, as OpenAI's API reads it."""
-    if not isinstance(messages, list):
-        return messages
-    return [
-        message | {"role": "system"}
-        if isinstance(message, dict) and message.get("role") == "developer"
-        else message
-        for message in messages
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

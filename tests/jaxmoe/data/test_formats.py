@@ -313,18 +313,13 @@ def test_long_lines_are_left_out_wherever_chunks_end(lines, sizes, longest):
 @pytest.mark.parametrize(
     ("name", "text", "kind"),
     [
-        ("a.json", '[{"text": "one"}]', "JSON"),
-        ("a.json", "no JSON at all", "JSON"),
-        ("A.CSV", "text,label\none,1\n", "CSV"),
-        ("a.tsv.gz", "text\tlabel\n", "CSV"),
-        ("a.txt", '\ufeff {"text": "one"}\n{"text": "two"}\n', "JSON"),
         ("a.jl", '{\n "text": "one"\n}', "JSON"),
         ("a.txt", "[a list] in words", None),
         ("a.c", "{ return 1; }", None),
         ("a.jsonl", '{"text": "one"}', None),
     ],
 )
-def test_files_of_records_that_are_trained_as_text_are_told_of(
+def test_an_object_of_json_that_is_trained_as_text_is_told_of(
     tmp_path, monkeypatch, caplog, name, text, kind
 ):
     """In words, when they are read and when they come from the cache."""
@@ -344,7 +339,12 @@ def test_files_of_records_that_are_trained_as_text_are_told_of(
 
 @pytest.mark.parametrize(
     "record",
-    [{"messages": []}, {"prompt": "1+1", "completion": "2"}, {"conversations": []}],
+    [
+        {"messages": []},
+        {"prompt": "1+1", "completion": "2"},
+        {"conversations": []},
+        {"instruction": "1+1", "output": "2"},
+    ],
     ids=lambda record: next(iter(record)),
 )
 def test_conversations_that_are_read_as_text_are_refused_with_the_way_out(record, tmp_path):

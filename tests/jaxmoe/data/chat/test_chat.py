@@ -15,9 +15,8 @@ import pytest
 import zstandard
 
 from jaxmoe.data import ChatConfig, DataError, Loader, Source, check_position
-from jaxmoe.data.chat import Message, read_messages
+from jaxmoe.data.chat import Message, conversations, read_messages
 from jaxmoe.data.chat.tokenizer_template import read_template
-from jaxmoe.data.reading import rows as reading
 from jaxmoe.data.text_only import build_text
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, TrainedConfig
 from tests.jaxmoe.data.chat.tokenizers_with_templates import write_tokenizer
@@ -83,9 +82,10 @@ def test_every_format_gives_the_same_conversations():
     ("record", "message"),
     [
         ('{"messages": [', "is not JSON: "),
-        ("[1, 2]", "expected an object, found list: a conversation has a field"),
-        ({"text": "x"}, "has fields 'text': a conversation has a field 'messages', or fields"),
-        ({"conversations": []}, "has fields 'conversations': .* Rename its fields"),
+        ("[1, 2]", "expected an object, found list: a conversation has .messages"),
+        ({"text": "x"}, "has fields 'text': a conversation has 'messages' .* Rename its fields"),
+        ({"chosen": [], "rejected": []}, "These are pairs of preferences: rename 'chosen' to"),
+        ({"conversations": []}, "field 'conversations' is empty: give it a message"),
         ({"prompt": "x"}, "completion must be a text, found nothing"),
         ({"prompt": "x", "completion": 3}, "completion must be a text, found int 3"),
         ({"messages": []}, "field 'messages' is empty: give it a message, or remove the record"),
@@ -109,7 +109,7 @@ def test_every_format_gives_the_same_conversations():
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
-            "calls a tool .* put the text of the call into 'content'",
+            r"\['tool_calls'\]\[0\] must be an object with 'id', 'type': 'function'",
         ),
         ('{"prompt": "\\ud800", "completion": "x"}', "prompt has half a surrogate pair at charac"),
         ({"prompt": "a\0b", "completion": "x"}, r"spells the separator between documents \(id 0\)"),
@@ -134,7 +134,7 @@ def test_bad_record_is_located_or_left_out(record, message):
 
 
 def test_enormous_line_is_refused_without_reading_it(monkeypatch):
-    monkeypatch.setattr(reading, "_LONGEST_LINE", 2**12)
+    monkeypatch.setattr(conversations, "_LONGEST_RECORD", 2**12)
     pathlib.Path("a.jsonl.gz").write_bytes(
         gzip.compress(b"".join([json.dumps(_chat(0)).encode(), b"\n", b"x" * 2**23, b"\r\n\n"]))
     )
@@ -144,13 +144,15 @@ def test_enormous_line_is_refused_without_reading_it(monkeypatch):
 
 def test_files_that_are_no_conversations_are_refused():
     pathlib.Path("a.txt").write_text("User: Hi")
-    with pytest.raises(DataError, match=r"a.txt must be a .jsonl, .ndjson .* write one object per"):
+    with pytest.raises(DataError, match=r"a.txt must be a .jsonl, .ndjson, .json, .csv"):
         ChatConfig(path=("a.txt",)).build()
     pathlib.Path("a.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match="a.jsonl line 1 is not UTF-8: byte 0xff at offset 12"):
         ChatConfig(path=("a.jsonl",)).build()
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), "a.parquet")
-    with pytest.raises(DataError, match="has columns 'text', not 'messages', or 'prompt' and"):
+    with pytest.raises(
+        DataError, match="has columns 'text', not 'messages', or 'conv.*'prompt' and"
+    ):
         ChatConfig(path=("a.parquet",)).build()
     binary = pyarrow.array([b"ok", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(
@@ -203,10 +205,10 @@ def test_special_tokens_of_a_map_are_given_to_the_template():
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
 def test_answers_that_a_template_does_not_end_are_told_of(train_on, caplog):
-    """Turns end with the mark of the next role: no answer is trained to end."""
+    """Turns begin with words and end with nothing: no answer is trained to end."""
     _write("a.jsonl", map(_chat, range(6)))
-    jinja = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    jinja = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant:\n{% endif %}"
     tokenizer = FileConfig(path=_directory(json.dumps({"eos_token": "<|im_end|>"}), jinja + prompt))
     config = ChatConfig(
         path=("a.jsonl",), template="tokenizer", tokenizer=tokenizer, train_on=train_on

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.huggingface.tokenizer import tokenizer_files
+from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data, tokenizer_files
 from jaxmoe.data.chat import (
     ChatConfig,
     ConversationError,
@@ -15,10 +15,13 @@ from jaxmoe.data.chat import (
     mask_conversation,
     render,
     stop_sequences,
+    template_of,
 )
 from jaxmoe.data.chat.built_in import ChatML, Plain
+from jaxmoe.data.chat.render import mask_answers
 from jaxmoe.data.chat.tokenizer_template import TokenizerTemplate, read_template
 from jaxmoe.data.tokenizer import ByteTokenizer, FileConfig
+from jaxmoe.run.provenance.tokens import template_name
 from tests.jaxmoe.data.chat.tokenizers_with_templates import (
     DATED,
     LLAMA,
@@ -183,6 +186,47 @@ def _read(tmp_path, template, **fields):
     return read_template(place), FileConfig(path=str(place)).build(lambda: (), place)
 
 
+ROLES = (
+    "{% for m in messages %}{{ '<|im_end|>' if m.role == 'assistant' else '<|im_start|>' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_end|>{% endif %}"
+)
+"""Turns end with the mark of the next role, as those of GLM: a user's begins with <|im_start|>."""
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_the_mark_of_the_next_role_ends_an_answer(tmp_path, train_on):
+    template, tokenizer = _read(tmp_path, ROLES, eos_token="<|end|>")
+    (user,) = tokenizer.encode_controls("<|im_start|>").tolist()
+    assert stop_sequences(template, tokenizer)[-1] == (user,)
+    found = mask_conversation(_messages(*TWO_TURNS), template, tokenizer, train_on)
+    wanted = {
+        "assistant": (
+            "<|im_start|>Hi<|im_end|>[[Hello<|im_start|>]]Bye<|im_end|>[[See you<|im_start|>]]"
+        ),
+        "last": "<|im_start|>Hi<|im_end|>Hello<|im_start|>Bye<|im_end|>[[See you<|im_start|>]]",
+        "all": "<|im_start|>[[Hi<|im_end|>Hello<|im_start|>Bye<|im_end|>See you<|im_start|>]]",
+    }
+    assert _marked(found, tokenizer) == wanted[train_on] and not found.endless
+    # A conversation that ends with the user has no further mark.
+    found = mask_conversation(_messages(*TWO_TURNS[:3]), template, tokenizer, "assistant")
+    assert _marked(found, tokenizer) == "<|im_start|>Hi<|im_end|>[[Hello<|im_start|>]]Bye"
+
+
+def test_answers_of_a_template_without_prefixes_are_masked_one_by_one(tmp_path):
+    """Each behind what the model reads when it writes it, in words about it."""
+    template, tokenizer = _read(tmp_path, THINKING)
+    found = [
+        _marked(masked, tokenizer)
+        for masked in mask_answers(_messages(*TWO_TURNS), template, tokenizer)
+    ]
+    first = "<|im_start|>user\nHi<|im_end|><|im_start|>assistant\n"
+    later = "<|im_start|>user\nBye<|im_end|><|im_start|>assistant\n"
+    assert found == [
+        f"{first}[[<think></think>Hello<|im_end|>]]",
+        f"{first}Hello<|im_end|>{later}[[<think></think>See you<|im_end|>]]",
+    ]
+
+
 def test_template_without_prefixes_is_refused_with_the_first_differing_token(tmp_path):
     template, tokenizer = _read(tmp_path, THINKING)
     messages = _messages("system: a", *TWO_TURNS)
@@ -230,6 +274,22 @@ def test_exported_template_writes_the_same_text(name):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("is_bytes", [True, False])
+def test_exported_template_is_read_again_with_its_end(tmp_path, place, name, is_bytes):
+    """Where its marks are text, the tokenizer does not say where answers end."""
+    data = ChatConfig(path=("none",), template=name)
+    if not is_bytes:
+        tokenizer = FileConfig(path=str(place), separator="<|end|>")
+        data = ChatConfig(path=("none",), template=name, tokenizer=tokenizer)
+    for file, text in tokenizer_files(data).texts.items():
+        (tmp_path / file).write_text(text)
+    model = bundled_data(tmp_path, {"vocab_size": 256, "eos_token_id": None})
+    assert model.tokenizer.is_bytes == is_bytes
+    assert template_of(template_name(model), model.tokenizer) == TEMPLATES[name]
+    assert model.build().is_imported == (not is_bytes)
+
+
 @pytest.mark.slow
 def test_exported_tokenizer_writes_conversations_in_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -258,8 +318,10 @@ def test_an_answer_ends_at_an_id_that_the_model_beside_the_tokenizer_declares(tm
     tokenizer = FileConfig(path=str(place), separator="<|end|>").build(lambda: (), place)
     messages = _messages(*TWO_TURNS)
     before = mask_conversation(messages, read_template(place), tokenizer, "assistant")
-    assert before.endless == 2
     end = int(tokenizer.encode_controls("<|im_end|>")[0])
+    # Without a model it is the special token behind the content.
+    assert before.endless == 0 and _marked(before, tokenizer).count("<|im_end|>]]") == 2
+    assert (end,) in stop_sequences(read_template(place), tokenizer)
     for name in ("config.json", "generation_config.json"):
         (place / name).write_text(f'{{"eos_token_id": [{end}, {tokenizer.separator}]}}')
         found = mask_conversation(messages, read_template(place), tokenizer, "assistant")

@@ -58,7 +58,7 @@ def test_tools_and_calls_are_written_as_by_transformers(tmp_path, tools):
         TURNS, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     template = ours if tools is None else ours.with_tools(json.dumps(tools, ensure_ascii=False))
-    messages = read_messages(TURNS, reads_calls=True)
+    messages = read_messages(TURNS)
     ids = render(messages, template, tokenizer, add_generation_prompt=True)
     assert ids.tolist() == list(expected)
 
@@ -69,7 +69,7 @@ def test_the_template_for_tools_is_taken_with_tools_as_by_transformers(tmp_path)
     several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TAGS}]
     ours, tokenizer = _tokenizer(tmp_path / "t", None, chat_template=several)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
-    messages = read_messages(TURNS[:1], reads_calls=True)
+    messages = read_messages(TURNS[:1])
     for tools, template in ((None, ours), (TOOLS, ours.with_tools(json.dumps(TOOLS)))):
         expected = theirs.apply_chat_template(
             TURNS[:1], tools=tools, tokenize=True, return_dict=False
@@ -80,7 +80,7 @@ def test_the_template_for_tools_is_taken_with_tools_as_by_transformers(tmp_path)
 
 def test_arguments_are_a_text_where_a_template_joins_them(tmp_path):
     ours, _ = _tokenizer(tmp_path / "t", JOINED)
-    (piece,) = ours.pieces(read_messages(TURNS, reads_calls=True), add_generation_prompt=False)
+    (piece,) = ours.pieces(read_messages(TURNS), add_generation_prompt=False)
     assert piece.text == f"the {json.dumps(ARGUMENTS, ensure_ascii=False)} and"
 
 
@@ -88,7 +88,7 @@ def test_arguments_are_a_text_where_a_template_joins_them(tmp_path):
 def test_built_in_templates_refuse_tools_and_calls(template):
     with pytest.raises(ConversationError, match="writes no tools"):
         template.with_tools("[]")
-    messages = read_messages(TURNS, reads_calls=True)
+    messages = read_messages(TURNS)
     with pytest.raises(ConversationError, match="calls a tool, which the templates chatml and"):
         render(messages, template, ByteTokenizer(), add_generation_prompt=False)
 
@@ -107,6 +107,6 @@ def test_built_in_templates_refuse_tools_and_calls(template):
 def test_marks_of_the_template_are_refused_within_calls(tmp_path, changes, path):
     ours, tokenizer = _tokenizer(tmp_path / "t", TAGS)
     call = CALL | {"function": CALL["function"] | changes}
-    messages = read_messages([TURNS[1] | {"tool_calls": [call]}], reads_calls=True)
+    messages = read_messages([TURNS[1] | {"tool_calls": [call]}])
     with pytest.raises(ConversationError, match=rf"messages\[0\]{path} spells '<\|im_end\|>'"):
         render(messages, ours, tokenizer, add_generation_prompt=False)
