@@ -122,8 +122,8 @@ class Detokenizer:
         """Leave out the first tokens, unless the others are another text without them."""
         num_open = len(self._text) - self._num_certain
         text = self._codec.decode(np.asarray(self._tokens[-_KEPT:], np.int32))
-        whole = text.lstrip(_BROKEN)
-        if is_broken or (len(whole) > max(num_open, 0) and self._text.endswith(whole)):
+        unbroken = text.lstrip(_BROKEN)
+        if is_broken or (len(unbroken) > max(num_open, 0) and self._text.endswith(unbroken)):
             self._tokens = self._tokens[-_KEPT:]
             self._num_certain = max(len(text) - num_open, 0)
             self._text = text

@@ -62,8 +62,8 @@ class AttentionHeads:
         Args:
             length: S, positions of the sequence.
         """
-        whole = length if self.chunk is None else min(length, self.chunk)
-        seen = whole / 2 if self.is_causal else whole
+        row = length if self.chunk is None else min(length, self.chunk)
+        seen = row / 2 if self.is_causal else row
         if self.window is None:
             return seen
         # Without causality a window reaches as far ahead as it does back.

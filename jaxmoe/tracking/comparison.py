@@ -205,7 +205,7 @@ def final_numbers(runs: Sequence[ComparedRun]) -> list[ComparedNumber]:
     def summary_column(label: str, name: str, spell: Callable[[Any], Any]) -> ComparedNumber:
         return column(label, [run.summary.get(name) for run in runs], spell)
 
-    held = [held_out(run.summary) for run in runs]
+    held_out_losses = [held_out(run.summary) for run in runs]
     training = [
         training_bits(
             {**run.summary, "bytes_per_token": run.bytes_per_token}, unit.replace(" per ", "/")
@@ -218,8 +218,8 @@ def final_numbers(runs: Sequence[ComparedRun]) -> list[ComparedNumber]:
         summary_column("tokens", "tokens", format_count),
         ComparedNumber(
             label="held-out loss",
-            values=[bits for bits, _ in held],
-            cells=["-" if bits is None else f"{bits:.4f} {name}" for bits, name in held],
+            values=[bits for bits, _ in held_out_losses],
+            cells=["-" if bits is None else f"{bits:.4f} {name}" for bits, name in held_out_losses],
         ),
         column(f"training loss, {unit}", training, "{:.4f}".format),
     ]

@@ -171,8 +171,8 @@ def open_huggingface(
         path = pathlib.Path(str(config))
         state_dict = path if path.is_dir() else path.parent
     tensors = state_dict if isinstance(state_dict, Mapping) else open_tensors(state_dict)
-    if family.whole is not None:
-        tensors = family.whole.text_tensors(tensors)
+    if family.whole_model is not None:
+        tensors = family.whole_model.text_tensors(tensors)
     tensors = decode_weights(fields, tensors)
     check_sizes(model, fields, tensors, family.rules, where)
     tensors = _compute(family, fields, tensors)

@@ -67,10 +67,10 @@ class WholeModel(NamedTuple):
         """
         if not any(name.startswith(self.prefix) for name in tensors):
             return tensors
-        others = [name for name in tensors if name.startswith(self.left_out)]
-        if others:
+        unread = [name for name in tensors if name.startswith(self.left_out)]
+        if unread:
             message = "%d tensors beside the text model are left out, %s first"
-            logger.warning(message, len(others), others[0])
+            logger.warning(message, len(unread), unread[0])
         return {
             re.sub(f"^{re.escape(self.prefix)}", self.replacement, name): tensor
             for name, tensor in tensors.items()
@@ -91,7 +91,7 @@ class Family(abc.ABC):
     """Name of the attention config, and its `qk_norm`; None where it has none, or any is read."""
     recurrent: ClassVar[str | None] = None
     """Name of the mixer of its recurrent layers, if it has any."""
-    whole: ClassVar[WholeModel | None] = None
+    whole_model: ClassVar[WholeModel | None] = None
     """Model of text and images whose text model this is."""
     rules: ClassVar[tuple[Rule, ...]]
     """Rules from tensors to parameters."""
@@ -171,9 +171,9 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     text: Any = fields.get("text_config")
     name: Any = text.get("model_type") if isinstance(text, Mapping) else None
-    if name not in FAMILIES or FAMILIES[name].whole is None:
+    if name not in FAMILIES or FAMILIES[name].whole_model is None:
         return fields
-    if FAMILIES[name].whole.name != fields.get("model_type"):
+    if FAMILIES[name].whole_model.name != fields.get("model_type"):
         return fields
     return {**text, **{key: fields[key] for key in _OF_WHOLE if fields.get(key) is not None}}
 

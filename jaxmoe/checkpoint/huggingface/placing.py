@@ -133,10 +133,11 @@ class DeviceShard:
             return
         first = [part.start for part in _slices(common, self.index)]
         with jax.set_mesh(_mesh_of(self._device)):  # the caller's has other devices
-            if self._values is None:
-                self._values = jnp.zeros(_shape(self.index), self._dtype, device=self._device)
-            self._values = _update(self._values, moved, np.array(first, np.int32))
-        self._values.block_until_ready()  # else parts wait in the memory of the host
+            values_there = self._values
+            if values_there is None:
+                values_there = jnp.zeros(_shape(self.index), self._dtype, device=self._device)
+            values_there = _update(values_there, moved, np.array(first, np.int32))
+        self._values = values_there.block_until_ready()  # else parts wait in the host's memory
 
     def array(self) -> jax.Array:
         """Return the values on the device."""
@@ -168,20 +169,20 @@ def _shape(index: Index) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in index)
 
 
-def _overlap(one: Index, other: Index) -> Index | None:
+def _overlap(a: Index, b: Index) -> Index | None:
     """Return the place that two places have in common; None without any."""
     common = tuple(
-        (max(a, b), min(end_of_a, end_of_b))
-        for (a, end_of_a), (b, end_of_b) in zip(one, other, strict=True)
+        (max(first, second), min(end, end_of_second))
+        for (first, end), (second, end_of_second) in zip(a, b, strict=True)
     )
     return common if all(begin < end for begin, end in common) else None
 
 
-def _slices(common: Index, whole: Index) -> tuple[slice, ...]:
+def _slices(common: Index, outer: Index) -> tuple[slice, ...]:
     """Return where a place is within one that holds it."""
     return tuple(
         slice(begin - first, end - first)
-        for (begin, end), (first, _) in zip(common, whole, strict=True)
+        for (begin, end), (first, _) in zip(common, outer, strict=True)
     )
 
 

@@ -185,17 +185,17 @@ class Tensors:
         Raises:
             CheckpointError: A value is NaN or infinite, and such values are refused.
         """
-        whole = tuple((0, size) for size in row.shape)
+        index = tuple((0, size) for size in row.shape)
         if not self.is_stacked(row):
-            if is_needed(whole):
-                yield whole, self._values(row, row.shape, self._pieces[row.path])
+            if is_needed(index):
+                yield index, self._values(row, row.shape, self._pieces[row.path])
             return
         layers: dict[int, list[TensorPiece]] = {}
         for piece in self._pieces[row.path]:
             layers.setdefault(piece.target[0], []).append(piece)
         for layer, pieces in layers.items():
             for first, last in _expert_spans(row, pieces):
-                place = ((layer, layer + 1), *whole[1:])
+                place = ((layer, layer + 1), *index[1:])
                 shape = row.shape[1:]
                 inside = [piece._replace(target=piece.target[1:]) for piece in pieces]
                 if last is not None:

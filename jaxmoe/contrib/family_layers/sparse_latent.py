@@ -44,7 +44,7 @@ from sharding.sequence_parallel.paged import TABLE_AXES, page_axes, write_pages
 
 _HEADS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 _ROWS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
-_INDEX = IndexQueries((*_ROWS, None, None), (*_ROWS, None))
+_INDEX: Any = IndexQueries._make(((*_ROWS, None, None), (*_ROWS, None)))
 _EPSILON = 1e-6
 """Term added to the variance in the norm of index keys."""
 
@@ -59,6 +59,7 @@ class SparseLatentConfig(AttentionMixer):
     can_quantize: ClassVar[bool] = False
     has_pages: ClassVar[bool] = True
     window: ClassVar[int | None] = None
+    chunk: ClassVar[int | None] = None
 
     latent: LatentAttentionConfig = LatentAttentionConfig(query_latent_dim=48)
     """Attention to the chosen keys."""
@@ -283,10 +284,8 @@ class SparseLatentAttention(LatentAttention):
         }
         q = along_stream(source, of_latent, placement)["q"]
         inputs = along_stream(x, of_input, placement)
-        gain, bias = (
-            Declaration(shape=(width,), axes=(ax.NORM,), role=role, matrix=None, init=init)
-            for role, init in (("norm", "ones"), ("state", "zeros"))
-        )
+        gain = Declaration(shape=(width,), axes=(ax.NORM,), role="norm", matrix=None, init="ones")
+        bias = dataclasses.replace(gain, role="state", init="zeros")
         k = layer_norm(
             inputs["k"],
             declare(self, "index_k_norm", gain),
@@ -329,10 +328,10 @@ class SparseLatentAttention(LatentAttention):
                 see,
                 (documents, places),
                 top_k=self.index.index_top_k,
-                scale=rules.scale,
+                scale=self._scale(),
             )
 
-        of_keys = IndexedKeys((*_ROWS, None), _HEADS, _HEADS)
+        of_keys = IndexedKeys._make(((*_ROWS, None), _HEADS, _HEADS))
         region = self.execution.placement.region(
             run, in_axes=(_HEADS, _INDEX, of_keys, _ROWS), out_axes=_HEADS
         )
@@ -405,5 +404,5 @@ class SparseLatentAttention(LatentAttention):
             lambda positions: positions[:, :, None] >= slots[None, None],
             positions,
             top_k=self.index.index_top_k,
-            scale=self._rules().scale,
+            scale=self._scale(),
         )

@@ -81,8 +81,9 @@ def _begins_with_conversation(path: epath.Path) -> bool:
         first = next(read_rows(path, lambda names: names, longest=_LONGEST_RECORD), None)
     except DataError:  # reading the data says what is wrong
         return False
-    is_object = not isinstance(first, BadRecord | None) and isinstance(first.value, dict)
-    return is_object and is_conversation(first.value.keys())
+    if first is None or isinstance(first, BadRecord) or not isinstance(first.value, dict):
+        return False
+    return is_conversation(first.value.keys())
 
 
 class Conversations(FileCollection):

@@ -142,8 +142,8 @@ def _kind_of_json(text: str) -> Literal["records", "object"] | None:
             if isinstance(item, dict):
                 return "records"
         else:
-            first, _, rest = begin.partition("\n")
-            if isinstance(parse_json(first), dict) and rest.lstrip().startswith("{"):
+            first, _, following = begin.partition("\n")
+            if isinstance(parse_json(first), dict) and following.lstrip().startswith("{"):
                 return "records"
     return "object" if _is_json(begin) else None
 

@@ -94,8 +94,7 @@ class AttentionConfig(AttentionMixer):
     head_dim: int = 32
     """Width of one head (H)."""
     qk_norm: Literal["none", "head", "full", "unit"] = "head"
-    """RMSNorm of queries and keys: none, over each head, over all heads together (OLMoE), or over
-    each head without gains (Llama 4)."""
+    """RMSNorm of queries and keys: none, per head (unit: without gains), or over all heads."""
     is_gated: bool = False
     """Multiply each head's output by a sigmoid of the layer's input."""
     positions: Literal["rotary", "none"] = "rotary"
@@ -485,8 +484,8 @@ class Attention(nn.Module):
             return heads
         if kind == "unit":
             return unit_norm(heads, epsilon)
-        dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]
         norm = self.context.norm
+        dim = heads.shape[-1] if kind == "head" else heads.shape[-2] * heads.shape[-1]
         weights = {
             part: declare(self, name if part == "gain" else f"{name}_{part}", row)
             for part, row in norm.declarations(dim).items()
@@ -494,9 +493,8 @@ class Attention(nn.Module):
         if kind == "head":
             return norm.apply(heads, weights, epsilon)
         # Heads may be spread over devices; the norm over all of them needs them gathered.
-        act_heads = ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS
-        placed = self.execution.placement.place(heads, (ax.ACT_BATCH, ax.ACT_SEQ_INNER, None, None))
-        flat = placed.reshape(*heads.shape[:2], dim)  # B, S, N*H
+        rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+        place = self.execution.placement.place
+        flat = place(heads, (*rows, None, None)).reshape(*heads.shape[:2], dim)  # B, S, N*H
         normed = norm.apply(flat, weights, epsilon).reshape(heads.shape)
-        axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, act_heads, None)
-        return self.execution.placement.place(normed, axes)
+        return place(normed, (*rows, ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS, None))

@@ -275,12 +275,16 @@ class LatentAttention(nn.Module):
         axes = (ax.EMBED, ax.HEADS, ax.HEAD_DIM)
         return self._declare("kv_b", shape, axes, ((-3,), (-2, -1))).astype(dtype)
 
+    def _scale(self) -> float:
+        """Return the factor of the logits."""
+        yarn = self.config.yarn
+        scale = self.context.multipliers.attention_scale or self.config.head_dim**-0.5
+        return scale if yarn is None else scale * yarn.logit_factor()
+
     def _rules(self) -> AttentionRules:
-        config = self.config
-        stretch = 1.0 if config.yarn is None else config.yarn.logit_factor()
         return AttentionRules(
-            is_causal=config.is_causal,
-            scale=(self.context.multipliers.attention_scale or config.head_dim**-0.5) * stretch,
+            is_causal=self.config.is_causal,
+            scale=self._scale(),
             implementation=self.execution.implementations.attention,
             is_observed=observer_of(self.execution).reads_attention,
         )

@@ -109,10 +109,10 @@ class MimoV2FlashFamily(Family):
         for name in ("rope_theta", "partial_rotary_factor", "n_shared_experts"):
             fields.pop(name, None)
         ropes = {}
-        for kind, name in zip(_ROPES, (None, "window"), strict=True):
-            mixer = next(
-                (one for one in model.mixers if (one.window is None) == (name is None)), attention
-            )
+        mixers: Any = model.mixers
+        for kind, has_window in zip(_ROPES, (False, True), strict=True):
+            matching = (each for each in mixers if (each.window is not None) == has_window)
+            mixer = next(matching, attention)
             share = mixer.extras.rope_dim(mixer.head_dim) / mixer.head_dim
             ropes[kind] = rope_fields(mixer.rope_theta, share, None)["rope_parameters"]
             ropes[kind]["partial_rotary_factor"] = share

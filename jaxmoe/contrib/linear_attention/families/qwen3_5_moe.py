@@ -32,7 +32,7 @@ class Qwen35MoeFamily(Qwen3NextFamily):
 
     name: ClassVar[str] = "qwen3_5_moe_text"
     architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
-    whole: ClassVar[WholeModel | None] = WholeModel(
+    whole_model: ClassVar[WholeModel | None] = WholeModel(
         name="qwen3_5_moe",
         prefix="model.language_model.",
         replacement="model.",

@@ -42,7 +42,7 @@ class Llama4TextFamily(Family):
     name: ClassVar[str] = "llama4_text"
     architecture: ClassVar[str] = "Llama4ForCausalLM"
     attention: ClassVar[tuple[str, str | None]] = ("grouped_query", None)
-    whole: ClassVar[WholeModel | None] = WholeModel(
+    whole_model: ClassVar[WholeModel | None] = WholeModel(
         name="llama4",
         prefix="language_model.",
         replacement="",

@@ -119,11 +119,11 @@ class NemotronHFamily(Family):
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config."""
         names = {"layer_norm_epsilon": ("rms_norm_eps", 1e-5)}
-        usual = usual_names(config, (), names) | {"n_shared_experts": 1}  # one, however wide
-        halves = _halves(Fields(usual))
+        values = usual_names(config, (), names) | {"n_shared_experts": 1}  # one, however wide
+        halves = _halves(Fields(values))
         pairs = _pairs(halves)
         fields = Fields(
-            {name: value for name, value in usual.items() if name not in _OF_LAYERS}
+            {name: value for name, value in values.items() if name not in _OF_LAYERS}
             | {"num_hidden_layers": len(pairs)}
         )
         _check(fields)
