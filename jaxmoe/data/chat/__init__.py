@@ -38,6 +38,9 @@ from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import SourceTraits, TemplateName
 from jaxmoe.data.tokenizer import TokenizerConfig
 
+masked = mask_conversation
+"""`mask_conversation` by the name that programs of version 0.1 import."""
+
 _TRAINED_DAY = datetime.date(2026, 1, 1)
 """Day of conversations to train on, for templates that write one."""
 
@@ -77,6 +80,7 @@ __all__ = [
     "first_control",
     "holds_conversations",
     "mask_conversation",
+    "masked",
     "read_built_in",
     "read_messages",
     "render",
