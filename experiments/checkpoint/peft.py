@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.checkpoint.huggingface import ExportConfig, ImportConfig
 from jaxmoe.checkpoint import save_checkpoint
+from jaxmoe.checkpoint.huggingface import open_huggingface
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
 from jaxmoe.checkpoint.huggingface.peft import write_peft
 from jaxmoe.checkpoint.huggingface.peft_config import read_peft_fields
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
-from jaxmoe.checkpoint.streaming import open_stored
+from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE
+from jaxmoe.checkpoint.streaming import StoredArray, open_stored
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import CheckpointConfig, InitialConfig, PretrainConfig, RunConfig
 from jaxmoe.run.directory import RunDirectory
@@ -60,8 +64,8 @@ def export_adapter(
         A report for the user.
 
     Raises:
-        ValueError: There is no run or checkpoint, it has no adapter with factors, or options are
-            given that an adapter has no use for.
+        ValueError: There is no run or checkpoint, it has no adapter with factors, training has
+            moved the biases of its routers, or options are given that an adapter has no use for.
     """
     if export != ExportConfig(dtype=export.dtype):
         raise ValueError(
@@ -78,6 +82,7 @@ def export_adapter(
         if path.startswith(_PARAMS)
     }
     initial = config.checkpoint.initial_path
+    _check_routers(source, arrays, initial)
     base = initial if initial is not None and is_huggingface(initial) else ""
     write_peft(target, model, params, base=base, dtype=export.dtype)
     size = sum(file.stat().st_size for file in target.iterdir())
@@ -90,6 +95,29 @@ def export_adapter(
             " PeftModel.from_pretrained(model, ...)"
         )
     return "\n".join(lines)
+
+
+def _check_routers(source: str, arrays: Mapping[str, StoredArray], initial: str | None) -> None:
+    """Raise if training has moved the biases of routers, which PEFT files do not hold."""
+    state = {name: array for name, array in arrays.items() if name.startswith(f"{ROUTER_STATE}/")}
+    if not state or initial is None:
+        return
+    if is_huggingface(initial):
+        _, tensors = open_huggingface(initial)
+        before = {row.path: tensors.read(row) for row in tensors.state_table}
+    else:
+        _, before = open_stored(RunDirectory(initial).checkpoints_directory)
+    moved = [
+        name
+        for name, array in state.items()
+        if name not in before or not np.array_equal(np.asarray(array), np.asarray(before[name]))
+    ]
+    if moved:
+        raise ValueError(
+            f"training {source} has moved the biases of its routers ({moved[0]}), and files of PEFT"
+            f" hold the factors alone: fold the adapter (--fold True), then convert the folded run"
+            " with --to_huggingface auto"
+        )
 
 
 def import_adapter(source: str, target: pathlib.Path, import_config: ImportConfig) -> str:
