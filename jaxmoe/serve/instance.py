@@ -429,14 +429,14 @@ class Instance:
     ) -> tuple[Event, ...]:
         """Take over what a foreseen step has computed, as `_take_over` does.
 
-        The sequence was counted as computed when the step started, and may have given its pages
-        back since.
+        The sequence was counted as computed when the step started. It may have given its pages back
+        since, and even have begun anew in others, which are named no farther than they are written.
         """
         self.num_computed += len(work.tokens)
         if result is not None:
             sequence.fulfil(result.token, now)
         if sequence.pages:
-            self._name_pages(sequence, work.start + len(work.tokens))
+            self._name_pages(sequence, min(work.start + len(work.tokens), sequence.computed))
         return () if result is None else self._events(sequence, work, result)
 
     def _take_over(

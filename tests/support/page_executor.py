@@ -151,7 +151,8 @@ def serve(
         flying += [(step, executor.run(step)) for step in steps]
         for id_ in during(time):
             streams.add(instance.cancel(id_))
-        if flying and (not steps or len(flying) > instance.facts.steps_ahead):
+        is_changed = bool(plan.admit or plan.evict or plan.restore)  # then an engine plans again
+        if flying and (not (steps or is_changed) or len(flying) > instance.facts.steps_ahead):
             for event in instance.apply(*flying.pop(0), float(time + 1)):
                 streams.add([event])
                 if isinstance(event, Token) and stop(event):

@@ -128,6 +128,13 @@ class FleetMembers(Members):
         """Requests that no instance has taken yet."""
         return len(self.fleet.offered)
 
+    @property
+    def num_places(self) -> int:
+        """Requests that may still be queued, by the instances that take some, or offered."""
+        most = [member.instance.facts.max_waiting for member in self.all[: self.fleet.num_open]]
+        waiting = [len(member.instance.queues.waiting) for member in self.all[: len(most)]]
+        return sum(most) - max(sum(waiting), self.num_offered)
+
     def submit(self, request: Request) -> tuple[Event, ...]:
         """Place a request; return nothing, or the end of its stream if it is refused."""
         self.scaling.arrive(request)

@@ -81,8 +81,8 @@ class Migration:
             full = sequence.computed // sequence.page_size - len(self._pages)
             if self.is_live and self._rest() > 1:
                 return self._begin(full) if self._take(full) else self.abort()
-            if sequence.is_busy or sequence.num_pending:
-                sequence.is_leaving = sequence.num_pending > 0
+            if sequence.is_busy or self._is_foreseen():
+                sequence.is_leaving = self._is_foreseen()
                 return None
             depart(self._source, sequence.id)
         num_left = self._rest()
@@ -118,6 +118,14 @@ class Migration:
         """Return whether the source still holds the pages that were copied."""
         sequence = self._one
         return sequence.state in ("running", "moving") and sequence.preempted == self._preempted
+
+    def _is_foreseen(self) -> bool:
+        """Return whether a step has counted the sequence as computed, and has not ended.
+
+        Its token is pending then, or the scores of a part of its prompt are.
+        """
+        steps = [step for step in self._source.flying if step.is_foreseen]
+        return any(work.id == self._one.id for step in steps for work in step.works)
 
     def _rest(self) -> int:
         """Return the pages for which the target has none yet."""

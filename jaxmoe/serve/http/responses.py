@@ -159,6 +159,12 @@ def _tools(value: Any) -> Any:
 
 def _tool_choice(value: Any) -> Any:
     """Return a choice of tools as a conversation describes it."""
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        tools = value.get("tools")
+        if isinstance(tools, list):
+            tools = [_tool_choice(tool) for tool in tools]
+        allowed = {"mode": value.get("mode"), "tools": tools}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     if isinstance(value, Mapping) and "name" in value:
         return {"type": value.get("type"), "function": {"name": value["name"]}}
     return value

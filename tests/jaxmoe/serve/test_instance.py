@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxmoe.serve import BATCHING, End, Facts, Instance, Request, Result, Sampling, Shapes
 from jaxmoe.serve.facts import youngest
+from jaxmoe.serve.plan import Eviction, Plan, PromptPiece
 from jaxmoe.serve.sequence import Sequence
 from tests.support.page_executor import PageExecutor, Streams, answer, serve
 
@@ -163,6 +164,29 @@ def test_nothing_starts_behind_a_step_whose_tokens_decide_how_the_next_are_drawn
     instance.apply(penal, drawn, 3.0)
     step, _ = step_of(instance, policy, executor, 3.0)
     assert all(-1 not in work.tokens for work in step.works) and not instance.may_start
+
+
+def test_pages_of_a_sequence_that_has_begun_anew_are_named_as_far_as_they_are_written():
+    """It gave its pages back while a token was pending, and takes others before that is known."""
+    facts = small(steps_ahead=1)
+    instance, policy, executor = begun(facts, range(3), tokens=5)
+    streams = Streams()
+
+    def start(**plan):
+        return [(step, executor.run(step)) for step in instance.start(Plan(**plan), 0.0)]
+
+    streams.add(instance.apply(*step_of(instance, policy, executor), 1.0))
+    (second,) = start(singles=(0,))
+    assert not start(evict=(Eviction(0, "recompute"),))
+    (third,) = start(admit=(0,), pieces=(PromptPiece(0, 2),))
+    streams.add(instance.apply(*second, 2.0))
+    assert not instance.pool.num_cached and not instance.queues.running[0].named
+    streams.add(instance.apply(*third, 3.0))
+    while not instance.is_idle:
+        streams.add(instance.apply(*step_of(instance, policy, executor), 4.0))
+        instance.check_pages()
+    request = Request(id=0, prompt=(0, 1, 2), sampling=Sampling(max_tokens=5))
+    assert streams.tokens[0] == answer(request, facts.max_length)
 
 
 def small(**changes):

@@ -11,7 +11,7 @@ const LINK = /^(https?:\/\/|mailto:)/i;
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:\s+(.*)|)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const HEADING = /^ {0,3}(#{1,6})(\s.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const DEEPEST = 12;
@@ -43,7 +43,7 @@ function parseBlocks(lines, depth) {
       blocks.push({ tag: "pre", language, text: content.join("\n") });
     } else if ((match = HEADING.exec(line))) {
       close();
-      blocks.push({ tag: `h${match[1].length}`, children: parseInline(match[2]) });
+      blocks.push({ tag: `h${match[1].length}`, children: parseInline(headingText(match[2])) });
       at += 1;
     } else if (RULE.test(line)) {
       close();
@@ -71,6 +71,15 @@ function parseBlocks(lines, depth) {
   }
   close();
   return blocks;
+}
+
+// The text of a heading without the marks that close it, behind a space. A loop, because an
+// expression that looks for spaces at the end takes the square of their number or worse.
+function headingText(text) {
+  const whole = text.trim();
+  let end = whole.length;
+  while (whole[end - 1] === "#") end -= 1;
+  return /^\s?$/.test(whole[end - 1] ?? "") ? whole.slice(0, end).trim() : whole;
 }
 
 // Within a paragraph a list begins only with a mark that is no year at the begin of a line.

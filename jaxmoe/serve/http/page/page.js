@@ -161,6 +161,7 @@ async function read(answer, turn, start) {
 
 async function answer() {
   const start = performance.now();
+  const conversation = turns;
   stopper = new AbortController();
   setBusy(true);
   let turn = null;
@@ -172,7 +173,8 @@ async function answer() {
   } catch (error) {
     if (error.name !== "AbortError") addNote(error.message, "error");
   }
-  if (turn && turn.content) turns.push(turn);
+  if (turns !== conversation) turn?.element.remove(); // a new one has begun
+  else if (turn && turn.content) turns.push(turn);
   else {
     turn?.element.remove();
     giveBack();

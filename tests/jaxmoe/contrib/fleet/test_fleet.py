@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import ClassVar
 
 import pytest
 
 from jaxmoe.contrib.fleet.config import FleetConfig
-from jaxmoe.contrib.fleet.dispatch import DISPATCH
+from jaxmoe.contrib.fleet.dispatch import DISPATCH, DispatchConfig, RequestDispatcher
 from jaxmoe.contrib.fleet.engine import FleetEngine
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.layers import LayersInstance
@@ -190,6 +191,33 @@ def engine_of(dispatch, workers=None, steps_ahead=0):
     facts = dataclasses.replace(SMALL, steps_ahead=steps_ahead)
     workers = workers or [PageWorker(facts) for _ in range(2)]
     return FleetEngine(workers, fleet=FleetConfig(dispatch=DISPATCHES[dispatch]))
+
+
+class Nowhere(RequestDispatcher):
+    """Has no place for any request."""
+
+    def place(self, request, fleet):
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NowhereConfig(DispatchConfig):
+    """Offers all requests for ever."""
+
+    name: ClassVar[str] = "nowhere"
+
+    def build(self):
+        return Nowhere()
+
+
+def test_answers_of_one_request_are_offered_together_or_refused_together():
+    workers = [PageWorker(SMALL) for _ in range(2)]
+    fleet = FleetConfig(dispatch=NowhereConfig())
+    with FleetEngine(workers, EngineConfig(max_waiting=2), fleet=fleet) as engine:
+        first, second = (engine.submit_all([(1,), (2,), (3,)], Sampling()) for _ in range(2))
+        engine.cancel_all()
+        assert [read(stream)[1].reason for stream in first] == ["cancelled"] * 3
+        assert [read(stream)[1].reason for stream in second] == ["refused"] * 3
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.fleet.dispatch import Move
-from jaxmoe.serve import BATCHING, Facts, Plan, Request, Sampling
+from jaxmoe.contrib.fleet.migration import Migration
+from jaxmoe.serve import BATCHING, Facts, Instance, Plan, Request, Result, Sampling
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.plan import Eviction
+from jaxmoe.serve.plan import Eviction, PromptPiece
+from jaxmoe.serve.requests import PromptScore
 from tests.support.fleets import Rig, ScriptedConfig
 from tests.support.page_executor import answer
 
@@ -45,6 +47,27 @@ def test_a_move_waits_for_the_steps_that_are_under_way(at):
     rig = Rig(AHEAD, ScriptedConfig(decode=1)).serve(given)
     check_tokens(rig, given)
     assert {number for number, plan in rig.plans if plan.singles} == {1}
+
+
+def test_a_move_waits_for_the_scores_of_a_prompt():
+    """Of a piece of the prompt whose step has not ended; the sequence is counted as computed."""
+    source, target = Instance(AHEAD), Instance(AHEAD)
+    sampling = Sampling(num_prompt_logprobs=0)
+    source.submit(Request(id=0, prompt=tuple(range(10)), sampling=sampling), 0.0)
+    (step,) = source.start(Plan(admit=(0,), pieces=(PromptPiece(0, 4),)), 0.0)
+    migration = Migration(Move(0, 0, 1), source, target, is_live=True)
+
+    def advance():
+        for _ in range(3):
+            if migration.advance() is not None:
+                migration.note_copy()
+
+    advance()
+    assert not migration.is_over and not source.view(0.0).running
+    scores = [PromptScore(-1.0 - rank, rank) for rank in range(1, 5)]
+    source.apply(step, {0: Result(-1, prompt=tuple(scores))}, 1.0)
+    advance()
+    assert migration.has_landed and target.queues.running[0].scores == scores
 
 
 @pytest.mark.parametrize("at", PLACES)

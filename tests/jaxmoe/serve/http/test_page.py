@@ -63,6 +63,7 @@ MARKDOWN = {
     "snake_case_name and 2 * 3 * 4 and *": "<p>snake_case_name and 2 * 3 * 4 and *</p>",
     r"\*no em\* and a\_b": "<p>*no em* and a_b</p>",
     "# One\n### Three ###\ntext": "<h1>One</h1><h3>Three</h3><p>text</p>",
+    "# C#\n## #\n#": "<h1>C#</h1><h2></h2><p>#</p>",
     "a\nb\n\nc": "<p>a<br></br>b</p><p>c</p>",
     "```python\na < b\n\n  c\n```\nd": "<pre><code>a &lt; b\n\n  c</code></pre><p>d</p>",
     "~~~\nit grows": "<pre><code>it grows</code></pre>",
@@ -106,6 +107,7 @@ def test_no_text_becomes_a_part_of_the_page():
 def test_long_and_deep_answers_are_read_in_time_in_proportion():
     """The characters of a text of 200 thousand, of nested marks and of marks without an end."""
     texts = ["*" * 2000, "> " * 5000 + "x", "[" * 5000, "`" * 3000, "- " * 3000, "a*b_c" * 2000]
+    texts += ["# a" + " " * 20_000 + "b", "# " + "#" * 20_000 + "b"]
     script = (
         f"{DOCUMENT} const texts = {json.dumps(texts)};"
         " console.log(JSON.stringify(texts.map((text) => render(text).length)));"
@@ -155,6 +157,61 @@ def test_a_conversation_is_clipped_to_the_room_that_is_left():
     assert [message["role"] for message in found["system"]] == ["system", "user"]
     assert found["system"][1] == {"role": "user", "content": "a"} and found["plain"] == []
     assert found["median"] == [2, None]
+
+
+# The page as its scripts see it: elements that do nothing, and an answer that never ends.
+BROWSER = """
+const element = () => ({
+  value: "", children: [], classList: { toggle() {} }, style: {}, dataset: {},
+  append(...nodes) { this.children.push(...nodes); }, remove() {}, setAttribute() {}, focus() {},
+  replaceChildren() {}, querySelectorAll: () => [], getContext: () => ({ fillRect() {} }),
+});
+const elements = {};
+globalThis.document = {
+  hidden: true, documentElement: {}, createElement: element, createTextNode: (text) => text,
+  getElementById: (id) => (elements[id] ??= element()),
+};
+globalThis.location = { search: "" };
+globalThis.localStorage = { getItem: () => null, setItem() {} };
+globalThis.matchMedia = () => ({ matches: false });
+globalThis.setInterval = globalThis.requestAnimationFrame = () => 0;
+const part = 'data: {"choices": [{"text": "half"}]}\\n\\n';
+globalThis.fetch = async (path, options) => {
+  if (path === "/tokenize") return Response.json({ tokens: [1] });
+  if (path !== "/v1/completions") throw new Error("no server");
+  return new Response(new ReadableStream({
+    start(stream) {
+      stream.enqueue(new TextEncoder().encode(part));
+      options.signal.onabort = () => stream.error(options.signal.reason);
+    },
+  }));
+};
+"""
+ENDED = """
+const settle = () => new Promise((resolve) => setTimeout(resolve, 50));
+const talk = async (end) => {
+  $("text").value = "question";
+  send();
+  await settle();
+  end();
+  await settle();
+  return turns.map(({ role, content }) => [role, content]);
+};
+maxLength = 100;
+(async () => {
+  const stopped = await talk(() => $("stop").onclick());
+  console.log(JSON.stringify([stopped, await talk(reset)]));
+})();
+"""
+
+
+@needs_node
+def test_an_answer_that_grows_is_no_part_of_the_next_conversation():
+    """What was written until the user stops it stays; nothing of it after a new beginning."""
+    names = ("conversation.js", "markdown.js", "page.js")
+    scripts = [(FOLDER / name).read_text(encoding="utf-8") for name in names]
+    stopped, reset = run_node("\n".join([BROWSER, *scripts, ENDED]))
+    assert stopped == [["user", "question"], ["assistant", "half"]] and reset == []
 
 
 @needs_node

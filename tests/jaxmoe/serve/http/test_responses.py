@@ -130,10 +130,13 @@ def test_a_forced_function_and_a_format_follow_grammars():
         _chance_client(tool_parser=HERMES) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
-        choice = {"type": "function", "name": "find"}
-        (call,) = client.responses.create(**body, tools=tools, tool_choice=choice).output
-        assert call.name == "find"
-        _check_arguments("find", call.arguments)
+        find = {"type": "function", "name": "find"}
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": [find]}
+        body |= {"parallel_tool_calls": False}
+        for choice in (find, allowed):
+            (call,) = client.responses.create(**body, tools=tools, tool_choice=choice).output
+            assert call.name == "find"
+            _check_arguments("find", call.arguments)
         assert json.loads(client.responses.create(**body, text=form).output_text) in ("yes", 1)
 
 
