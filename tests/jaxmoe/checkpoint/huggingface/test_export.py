@@ -293,7 +293,7 @@ def test_hyperp_is_refused_by_all_families(tmp_path):
         text = refused(hyperp, {}, tmp_path / "it", family=family)
         assert re.search("model.moe.gate: sqrt here, (softmax|renormalized) in", text)
     text = refused(hyperp, {}, tmp_path / "it", family="deepseek_v3")
-    assert text.startswith("DeepSeek-V3 has latent attention")
+    assert text.startswith("DeepSeek-V3 has the attention latent")
 
 
 def test_all_other_members_of_unions_are_refused(tmp_path):
