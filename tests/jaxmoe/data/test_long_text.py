@@ -166,8 +166,8 @@ def test_errors_in_a_long_text_are_those_of_the_whole(bad, end, monkeypatch):
 
 def test_long_texts_keep_their_place_among_others(monkeypatch):
     pathlib.Path("a.txt").write_text("first " * 3)
-    pathlib.Path("z.json").write_text('{"a": "' + "x " * 400 + '"}')
-    names = ("a.txt", "text.txt", "z.json")
+    pathlib.Path("z.txt").write_text('{"a": "' + "x " * 400 + '"}')
+    names = ("a.txt", "text.txt", "z.txt")
     expected = FilesConfig(path=names, cache="whole").build()
     _small_parts(monkeypatch)
     source = FilesConfig(path=names, cache="parts").build()
