@@ -84,18 +84,18 @@ def test_defaults_are_those_of_the_model_where_a_request_has_none():
     with serving(defaults=defaults) as (address, endpoint, _), _client(address) as client:
         engine = endpoint._served.engine
         drawn = []
-        submit = engine.submit
+        submit = engine.submit_all
 
-        def note(prompt, sampling, **options):
+        def note(prompts, sampling, *number, **options):
             drawn.append(sampling)
-            return submit(prompt, sampling, **options)
+            return submit(prompts, sampling, *number, **options)
 
-        engine.submit = note
+        engine.submit_all = note
         client.completions.create(model="speller", prompt="a")
         client.chat.completions.create(model="speller", messages=TALK, temperature=0, max_tokens=2)
         extra = {"top_k": 0, "repetition_penalty": 1}
         client.completions.create(model="speller", prompt="a", top_p=1, extra_body=extra)
-        engine.submit = submit
+        engine.submit_all = submit
     fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
     values = [tuple(getattr(sampling, field) for field in fields) for sampling in drawn]
     assert values == [
