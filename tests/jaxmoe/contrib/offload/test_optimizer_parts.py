@@ -59,7 +59,7 @@ def update(execution, optimizer, is_good=True):
         )
         norm = optax.tree.norm(grads)
         summed = GradientSums(grads=None, loss=norm, losses={}, statistics=None)
-        new = update_params(step, state, summed, Clipped(grads, norm, jnp.ones(())))
+        new = update_params(step, state, summed, Clipped(grads, norm, norm, jnp.ones(())))
         kept = new.opt_state.kept(is_good & new.opt_state.is_finite)
         return new.params, new.updates, kept
 
