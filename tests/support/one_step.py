@@ -23,16 +23,22 @@ from tests.support.models import BATCH, LENGTH
 SGD = optax.sgd(1.0)
 
 
-@functools.cache
 def params_of(model):
-    """Values from numpy, because compiling the initialisation takes longer."""
+    """Values from numpy, because compiling the initialisation takes longer.
+
+    The arrays are made anew: made under a mesh, they have it in their types, also for later tests.
+    """
+    return jax.tree.map(jnp.array, _values_of(model))
+
+
+@functools.cache
+def _values_of(model):
     rng = np.random.default_rng(0)
-    values = parameter_table(model).tree(
+    return parameter_table(model).tree(
         lambda row: (
             2 * row.init_std * rng.standard_normal(row.shape) + (row.declaration.init == "ones")
         ).astype(np.float32)
     )
-    return jax.tree.map(jnp.asarray, values)
 
 
 def batch(loss_weight: float = 1.0) -> Batch:

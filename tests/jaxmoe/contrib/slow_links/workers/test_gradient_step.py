@@ -7,7 +7,6 @@ To add a method: a row in GRADIENTS, with settings that give the mean of the gra
 
 import contextlib
 import functools
-import gc
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,6 @@ ADAMW = AdamWConfig(learning_rate=1e-2, epsilon=1e-2)  # at 1e-8 noise has a sig
 
 
 def parts_of(config, execution):
-    params_of(TINY)  # made here, since arrays that are made under a mesh have it in their types
     table = parameter_table(TINY, rules=execution.axis_rules)
     optimizer = config.adapt(ADAMW, STEPS).build(table, lambda step: jnp.ones(()))
     step = Step(model=TINY, optimizer=optimizer, execution=execution, table=table)
@@ -208,13 +206,17 @@ def exchanged(config, execution):
         return jax.jit(both)(state, first, second)
 
 
+def test_parameters_made_under_a_mesh_are_those_of_no_later_test():
+    with jax.set_mesh(mesh_of(MESH)):
+        params_of(TINY)
+    meshes = {jax.typeof(leaf).sharding.mesh.empty for leaf in jax.tree.leaves(params_of(TINY))}
+    assert meshes == {True}
+
+
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_on_a_mesh_give_the_numbers_of_one_device(name):
     """Norms, products and places in tiles are those of whole parameters, however they lie."""
     found, talk = exchanged(EXCHANGES[name], MESH)
-    # After thousands of tests in one process the trace below met an array of another mesh: what
-    # ends as garbage meanwhile may leave a context of its own.
-    gc.collect()
     wanted, wanted_talk = exchanged(EXCHANGES[name], ONE)
     assert_close(found, wanted, "matmul")
     assert_close(talk.codec, wanted_talk.codec, "matmul")
