@@ -174,4 +174,5 @@ def test_the_carried_array_is_the_input_of_the_feed_forward():
     ],
 )
 def test_a_mesh_changes_neither_loss_nor_gradients(mesh, rules):
-    assert_close(on_mesh(MODEL, mesh, rules), on_one_device(MODEL), "end_to_end")
+    pair = dataclasses.replace(MODEL, num_layers=2)  # two amplify rounding to 3e-4 of a gradient
+    assert_close(on_mesh(pair, mesh, rules), on_one_device(pair), "end_to_end")
