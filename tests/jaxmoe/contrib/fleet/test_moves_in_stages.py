@@ -50,7 +50,7 @@ def test_a_move_waits_for_the_steps_that_are_under_way(at):
 
 
 def test_a_move_waits_for_the_scores_of_a_prompt():
-    """Of a piece of the prompt whose step has not ended; the sequence is counted as computed."""
+    """A piece of the prompt is under way, whose tokens are counted as computed."""
     source, target = Instance(AHEAD), Instance(AHEAD)
     sampling = Sampling(num_prompt_logprobs=0)
     source.submit(Request(id=0, prompt=tuple(range(10)), sampling=sampling), 0.0)
