@@ -310,9 +310,11 @@ def test_the_container_installs_what_is_there():
     """Its files, its extras, the command, and an interpreter with pinned packages."""
     text = DOCKERFILE.read_text(encoding="utf-8")
     copied = [word for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for word in line.split()]
-    assert {*PACKAGES, "constraints.txt", "pyproject.toml"} <= {*copied}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    hook = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["path"]
+    assert {*PACKAGES, "constraints.txt", "pyproject.toml", hook} <= {*copied}
     assert all((ROOT / name).exists() for name in copied)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = settings["project"]
     extras = re.search(r"'\.\[(.+)\]'", text)[1].split(",")
     assert "cuda" in extras and {*extras} <= {*project["optional-dependencies"]}
     (command,) = json.loads(re.search(r"^ENTRYPOINT (.+)$", text, re.M)[1])

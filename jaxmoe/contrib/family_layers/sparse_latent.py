@@ -29,8 +29,12 @@ from jaxmoe.contrib.family_layers.lightning_indexer import IndexedKeys, IndexQue
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
-from jaxmoe.layers.mixers.latent_attention import LatentAttention, LatentAttentionConfig
+from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.mixers.latent_attention import (
+    LatentAttention,
+    LatentAttentionConfig,
+    LatentCacheMixer,
+)
 from jaxmoe.layers.norms import layer_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
@@ -38,7 +42,7 @@ from jaxmoe.layers.rotary import rotate
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, along_stream
-from sharding.sequence_parallel import LATENT_CACHE_AXES, PageTables, empty_pages
+from sharding.sequence_parallel import LATENT_CACHE_AXES, PageTables
 from sharding.sequence_parallel.cached import layer_of, write_slots
 from sharding.sequence_parallel.paged import TABLE_AXES, page_axes, write_pages
 
@@ -51,15 +55,11 @@ _EPSILON = 1e-6
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SparseLatentConfig(AttentionMixer):
+class SparseLatentConfig(LatentCacheMixer):
     """Latent attention to the keys that a lightning indexer chooses."""
 
     name: ClassVar[str] = "sparse_latent"
     width_fields: ClassVar[tuple[str, ...]] = ("latent",)
-    can_quantize: ClassVar[bool] = False
-    has_pages: ClassVar[bool] = True
-    window: ClassVar[int | None] = None
-    chunk: ClassVar[int | None] = None
 
     latent: LatentAttentionConfig = LatentAttentionConfig(query_latent_dim=48)
     """Attention to the chosen keys."""
@@ -115,7 +115,7 @@ class SparseLatentConfig(AttentionMixer):
 
     @property
     def cache_dim(self) -> int:
-        """Values that a cache holds of one token."""
+        """Values that a cache holds of one token: [latent, key turned by RoPE, index key]."""
         return self.latent.cache_dim + self.index_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
@@ -139,45 +139,6 @@ class SparseLatentConfig(AttentionMixer):
             ValueError: As for latent attention.
         """
         self.latent.check_precision(precision)
-
-    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence.
-
-        Args:
-            precision: Dtype of the cache.
-            layers: Layers with this mixer.
-        """
-        return layers * self.cache_dim * jnp.dtype(precision.compute_dtype).itemsize
-
-    def initial_cache(
-        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
-    ) -> Float[Array, "L B U 1 H"]:
-        """Return an empty cache, of every token [latent, key turned by RoPE, index key].
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions that it can hold.
-        """
-        shape = (layers, batch, slots, 1, self.cache_dim)
-        entries = jnp.zeros(shape, execution.precision.compute_dtype)
-        return execution.placement.place(entries, LATENT_CACHE_AXES)
-
-    def initial_pages(
-        self, execution: ExecutionConfig, *, layers: int, pages: int, size: int
-    ) -> Float[Array, "L P G 1 H"]:
-        """Return an empty pool of pages of such entries.
-
-        Args:
-            execution: Precision and placement of the pool.
-            layers: Layers that it is stacked over.
-            pages: Number of pages.
-            size: Positions of a page.
-        """
-        shape = (layers, pages, size, 1, self.cache_dim)
-        precision = execution.precision
-        return empty_pages(shape, "compute", precision.compute_dtype, execution.placement)
 
     def paged_cache(self, pool: Float[Array, "L P G 1 H"], tables: PageTables) -> IndexedPages:
         """Return the cache of a step of serving."""

@@ -26,6 +26,7 @@ Windows and gates are not implemented.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any, ClassVar, Literal
 
@@ -60,17 +61,68 @@ from sharding.sequence_parallel import (
 _HEADS = (ax.ACT_BATCH, ax.ACT_SEQ_INNER, ax.ACT_HEADS, None)
 
 
-@with_field_docs
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LatentAttentionConfig(AttentionMixer):
-    """Multi-head latent attention: keys and values are made from one short vector per token."""
+class LatentCacheMixer(AttentionMixer):
+    """Base class of the configs of mixers whose cache has one entry for all heads of a token."""
 
-    name: ClassVar[str] = "latent"
-    width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
+    __slots__ = ()
+
     can_quantize: ClassVar[bool] = False
     has_pages: ClassVar[bool] = True
     window: ClassVar[int | None] = None
     chunk: ClassVar[int | None] = None
+
+    @property
+    @abc.abstractmethod
+    def cache_dim(self) -> int:
+        """Values that a cache holds of one token."""
+
+    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
+        """Return the bytes that a cache holds of one token of one sequence.
+
+        Args:
+            precision: Dtype of the cache.
+            layers: Layers with this mixer.
+        """
+        return layers * self.cache_dim * jnp.dtype(precision.compute_dtype).itemsize
+
+    def initial_cache(
+        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
+    ) -> Float[Array, "L B U 1 H"]:
+        """Return an empty cache, cut as the mesh is, with one entry of every token.
+
+        Args:
+            execution: Precision and placement of the cache.
+            layers: Layers that the cache is stacked over.
+            batch: Sequences.
+            slots: Positions that it can hold.
+        """
+        shape = (layers, batch, slots, 1, self.cache_dim)
+        entries = jnp.zeros(shape, execution.precision.compute_dtype)
+        return execution.placement.place(entries, LATENT_CACHE_AXES)
+
+    def initial_pages(
+        self, execution: ExecutionConfig, *, layers: int, pages: int, size: int
+    ) -> Float[Array, "L P G 1 H"]:
+        """Return an empty pool of pages of such entries.
+
+        Args:
+            execution: Precision and placement of the pool.
+            layers: Layers that it is stacked over.
+            pages: Number of pages.
+            size: Positions of a page.
+        """
+        shape = (layers, pages, size, 1, self.cache_dim)
+        precision = execution.precision
+        return empty_pages(shape, "compute", precision.compute_dtype, execution.placement)
+
+
+@with_field_docs
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionConfig(LatentCacheMixer):
+    """Multi-head latent attention: keys and values are made from one short vector per token."""
+
+    name: ClassVar[str] = "latent"
+    width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     num_heads: int = 4
     """Heads (N); each has keys and values of its own."""
@@ -122,7 +174,7 @@ class LatentAttentionConfig(AttentionMixer):
 
     @property
     def cache_dim(self) -> int:
-        """Values that a cache holds of one token."""
+        """Values that a cache holds of one token: [latent, key turned by RoPE]."""
         return self.latent_dim + self.rope_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
@@ -163,45 +215,6 @@ class LatentAttentionConfig(AttentionMixer):
                     f"execution.precision.{field}={value} is not for latent attention, whose"
                     f" products and cache are in the compute dtype: set it to {only}"
                 )
-
-    def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence.
-
-        Args:
-            precision: Dtype of the cache.
-            layers: Layers with this mixer.
-        """
-        return layers * self.cache_dim * jnp.dtype(precision.compute_dtype).itemsize
-
-    def initial_cache(
-        self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
-    ) -> Float[Array, "L B U 1 H"]:
-        """Return an empty cache, cut as the mesh is: of every token [latent, key turned by RoPE].
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions that it can hold.
-        """
-        shape = (layers, batch, slots, 1, self.cache_dim)
-        entries = jnp.zeros(shape, execution.precision.compute_dtype)
-        return execution.placement.place(entries, LATENT_CACHE_AXES)
-
-    def initial_pages(
-        self, execution: ExecutionConfig, *, layers: int, pages: int, size: int
-    ) -> Float[Array, "L P G 1 H"]:
-        """Return an empty pool of pages of latents.
-
-        Args:
-            execution: Precision and placement of the pool.
-            layers: Layers that it is stacked over.
-            pages: Number of pages.
-            size: Positions of a page.
-        """
-        shape = (layers, pages, size, 1, self.cache_dim)
-        precision = execution.precision
-        return empty_pages(shape, "compute", precision.compute_dtype, execution.placement)
 
     def paged_cache(self, pool: Float[Array, "L P G 1 H"], tables: PageTables) -> PagedLatents:
         """Return the cache of a step of serving."""
