@@ -296,10 +296,18 @@ class RecurrentMixer(MixerBase):
 
     __slots__ = ()
 
+    operation: ClassVar[str | None] = None
+    width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
+    axis_fields: ClassVar[Mapping[str, str]] = {ax.HEADS: "num_heads"}
     is_recurrent: ClassVar[bool] = True
     key_features: ClassVar[int] = 0
     is_causal: ClassVar[bool] = True
     can_quantize: ClassVar[bool] = False
+
+    @property
+    def module_name(self) -> str:
+        """Name of the module among the parameters of a layer."""
+        return self.name
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Refuse products in few bits, which these layers do not implement.

@@ -73,6 +73,23 @@ class Observations:
         )
 
 
+class RoutedCall(NamedTuple):
+    """A routed feed-forward with its inputs and results."""
+
+    x: Float[Array, "B S D"]
+    """Normed input of the layer, in the compute dtype."""
+    statistics: RouterStatistics
+    """Routing statistics of the global batch."""
+    values: dict[str, Array]
+    """Values [B s ...] of every token, from `Observer.experts`."""
+    weights: dict[str, Any]
+    """Weights of the experts, as stored."""
+    routing: RoutingInputs
+    """Further inputs of the layer."""
+    placement: Placement
+    """Operations that place arrays."""
+
+
 class ExpertCall(NamedTuple):
     """Experts of a layer with their tokens, on one device."""
 
@@ -158,24 +175,11 @@ class Observer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def routing(
-        self,
-        x: Float[Array, "B S D"],
-        statistics: RouterStatistics,
-        values: dict[str, Array],
-        weights: dict[str, Any],
-        routing: RoutingInputs,
-        placement: Placement,
-    ) -> Observations | None:
+    def routing(self, call: RoutedCall) -> Observations | None:
         """Observe a routed feed-forward.
 
         Args:
-            x: Normed input of the layer, in the compute dtype.
-            statistics: Routing statistics of the global batch.
-            values: Values [B s ...] of every token, from `experts`.
-            weights: Weights of the experts, as stored.
-            routing: Further inputs of the layer.
-            placement: Operations that place arrays.
+            call: Inputs and results of the layer.
         """
 
     @abc.abstractmethod
@@ -219,7 +223,7 @@ class BriefObserver(Observer):
         """Return no values."""
         return {}
 
-    def routing(self, *arguments: Any) -> None:
+    def routing(self, call: RoutedCall) -> None:
         """Observe nothing."""
 
     def head(self, params: Any, hidden: Array, batch: Any, step: Any) -> None:

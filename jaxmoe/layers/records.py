@@ -8,7 +8,7 @@ They are not checked at run time: tree functions also fill them with shapes, spe
 from __future__ import annotations
 
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -40,6 +40,14 @@ class TokenInputs:
     """Order of the tokens, where rows differ in it."""
     mix: Mix | None = None
     """How an adapter's additions to the matrices of this half of the layer are mixed."""
+
+
+class HeadArrays(NamedTuple):
+    """Queries, keys and values of a layer of attention, as its softmax reads them."""
+
+    q: Float[Array, "B S N H"]
+    k: Float[Array, "B S M H"]
+    v: Float[Array, "B S M V"]
 
 
 @typing.no_type_check

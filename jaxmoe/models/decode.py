@@ -161,17 +161,31 @@ def stream(
         limits = sampling.limits(model.vocab_size)
         keys = jax.random.split(key, _round_to(num_tokens))
         ends = np.asarray(eos_ids, np.int32)
-        state = compiled.read(params, router_state, tokens, lengths, keys, limits, ends)
+        inputs = DecodeInputs(params, router_state, keys, limits, ends)
+        state = compiled.read(inputs, tokens, lengths)
         yield np.asarray(state.token)[:, None]
         done = 1
         while done < num_tokens and not (len(ends) and np.asarray(state.is_done).all()):
             count = min(at_once, _AT_ONCE, num_tokens - done)
-            arguments = (keys, np.int32(done), np.int32(count), limits, ends)
-            state, written = compiled.write(params, router_state, state, *arguments)
+            state, written = compiled.write(inputs, state, np.int32(done), np.int32(count))
             yield np.asarray(written)[:, :count]
             done += count
 
     return parts()
+
+
+class DecodeInputs(NamedTuple):
+    """What all calls of the programs of one generation read."""
+
+    params: Any
+    router_state: Any
+    """State of the routers, stacked over MoE layers; fresh when None."""
+    keys: Array
+    """PRNG key of each token."""
+    limits: Limits
+    """Numbers of the sampling."""
+    ends: Any
+    """Tokens that end a row."""
 
 
 class DecodeState(NamedTuple):
@@ -277,15 +291,8 @@ def _compile_programs(
         # Whole on every device, so that all of them draw the same tokens as one device.
         return execution.placement.place(logits, (None, None))
 
-    def read(
-        params: Any,
-        router_state: Any,
-        tokens: Array,
-        lengths: Array,
-        keys: Array,
-        limits: Limits,
-        ends: Array,
-    ) -> DecodeState:
+    def read(inputs: DecodeInputs, tokens: Array, lengths: Array) -> DecodeState:
+        params, router_state, keys, limits, ends = inputs
         batch, length = tokens.shape
         cache = initial_cache(model, execution, batch=batch, length=capacity)
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
@@ -296,15 +303,10 @@ def _compile_programs(
         return DecodeState(token, lengths, jnp.isin(token, ends), cache)
 
     def write(
-        params: Any,
-        router_state: Any,
-        state: DecodeState,
-        keys: Array,
-        first: Array,
-        count: Array,
-        limits: Limits,
-        ends: Array,
+        inputs: DecodeInputs, state: DecodeState, first: Array, count: Array
     ) -> tuple[DecodeState, Array]:
+        params, router_state, keys, limits, ends = inputs
+
         def body(index: Array, carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
             (token, length, is_done, cache), written = carry
             logits, cache = logits_of(
@@ -320,7 +322,7 @@ def _compile_programs(
         nothing = jnp.zeros((len(state.token), _AT_ONCE), jnp.int32)
         return jax.lax.fori_loop(jnp.int32(0), count, body, (state, nothing))
 
-    return Programs(jax.jit(read), jax.jit(write, donate_argnums=2))
+    return Programs(jax.jit(read), jax.jit(write, donate_argnums=1))
 
 
 def _rows(prompt: Any, vocab_size: int) -> list[np.ndarray]:

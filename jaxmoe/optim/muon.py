@@ -64,6 +64,8 @@ class NewtonSchulzConfig:
 class MatrixOptimizer(Optimizer):
     """Base of optimisers with Muon for matrices and AdamW for all else."""
 
+    stays_finite: ClassVar[bool] = True
+
     learning_rate: float
     """Peak learning rate of the matrices."""
     adamw_ratio: float = 1.0
@@ -107,7 +109,6 @@ class MuonConfig(MatrixOptimizer):
     """Muon for matrices, AdamW for all else."""
 
     name: ClassVar[str] = "muon"
-    stays_finite: ClassVar[bool] = True
     groups: ClassVar[Mapping[Group, GroupTraits]] = {
         "muon": GroupTraits(moments_per_parameter=1, has_whole_matrices=True, takes_vectors=False),
         "adamw": ADAM,

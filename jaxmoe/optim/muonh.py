@@ -31,7 +31,6 @@ class MuonHConfig(MatrixOptimizer):
     """Muon on spheres for matrices, Adam on a sphere for the head, AdamW for all else: HyperP."""
 
     name: ClassVar[str] = "muonh"
-    stays_finite: ClassVar[bool] = True
     groups: ClassVar[Mapping[Group, GroupTraits]] = {
         "muonh": GroupTraits(
             moments_per_parameter=1,

@@ -27,8 +27,8 @@ from jaxmoe.run.plan import RunPlan, check_mesh, make_plan
 from jaxmoe.training.accumulation import accumulation_of
 from jaxmoe.training.feed import Feed, LoaderFeed
 from jaxmoe.training.parts.update import Update
-from jaxmoe.training.replicas import WorkerGroup
-from jaxmoe.training.state import TrainState, initializer
+from jaxmoe.training.replicas import WorkerGroup, WorkersJob
+from jaxmoe.training.state import InitOptions, TrainState, initializer
 from jaxmoe.training.step import Step
 from sharding.distributed import batch_part, global_batch
 from sharding.mesh import make_mesh
@@ -101,14 +101,15 @@ class Assembly:
     def workers(self) -> WorkerGroup:
         """Who trains: one worker that all devices share, or several that exchange something."""
         config = self.plan.config
-        return config.replicas.make_workers(
-            self.execution.mesh,
-            self.mesh,
-            self.plan.table,
-            self.step,
+        job = WorkersJob(
+            sizes=self.execution.mesh,
+            mesh=self.mesh,
+            table=self.plan.table,
+            step_of=self.step,
             steps=config.training.steps,
-            job=self.job,
+            place=self.job,
         )
+        return config.replicas.make_workers(job)
 
     @property
     def batch_part(self) -> tuple[int, int]:
@@ -131,15 +132,14 @@ class Assembly:
 
     @functools.cached_property
     def _initializer(self) -> Callable[[Key[Array, ""]], TrainState]:
-        return initializer(
-            self.plan.model,
-            self.plan.optimizer,
+        options = InitOptions(
             execution=self.execution,
             parameterization=self.plan.parameterization,
             mesh=self.mesh,
             gradients=self.plan.config.training.gradients,
             parts=self.plan.config.step_parts,
         )
+        return initializer(self.plan.model, self.plan.optimizer, options)
 
     def state_shapes(self) -> TrainState:
         """Return shapes and shardings of `new_state`, of which nothing is computed."""

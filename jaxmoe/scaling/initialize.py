@@ -139,7 +139,8 @@ def init_params(
             f" {', '.join(MESH_AXES)}), not on axes {', '.join(mesh.axis_names)}: leave mesh out"
             " and place the parameters with jax.device_put"
         )
-    draw = _draw(model, parameterization, mesh, rules, dtype, frozenset(on_host))
+    table = parameter_table(model, parameterization, rules)
+    draw = _draw(table, mesh, rules, dtype, frozenset(on_host))
     if mesh is None:
         with without_mesh():
             return draw(key)
@@ -148,15 +149,13 @@ def init_params(
 
 @functools.lru_cache(maxsize=16)
 def _draw(
-    model: ModelConfig,
-    parameterization: Parameterization | None,
+    table: ParameterTable,
     mesh: Mesh | None,
     rules: LogicalAxisRules,
     dtype: Any,
     on_host: frozenset[str],
 ) -> Callable[[Array], dict[str, Any]]:
     """Return the compiled function from a key to parameters, kept for the next call."""
-    table = parameter_table(model, parameterization, rules)
     is_whole = mesh is None or mesh.size == 1
 
     def build(key: Array) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training import NextTokenConfig, Objective
 from jaxmoe.training.accumulation import join_rows, split_rows
 from jaxmoe.training.cross_entropy import TokenPrediction, chunk_length, chunked_loss, token_nll
-from jaxmoe.training.objective import TokenGiven
+from jaxmoe.training.objective import LossCall, TokenGiven
 from sharding import axes as ax
 from sharding.constrain import Placement
 from sharding.sequence_parallel import TokenOrder
@@ -245,8 +245,8 @@ def forward_and_row_nll(
     )
     nll, rows = summed(output.hidden, has_rows=has_rows)
     if objective is not None and options.get("train"):
-        arguments = model, execution, params, batch
-        further_loss = objective.further_loss(*arguments, lambda hidden: summed(hidden)[0], options)
+        call = LossCall(model, execution, params, batch, lambda hidden: summed(hidden)[0], options)
+        further_loss = objective.further_loss(call)
         nll = nll if further_loss is None else nll + further_loss
     return nll, rows, output
 

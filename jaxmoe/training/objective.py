@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
@@ -35,6 +35,21 @@ class TokenGiven:
     """`Batch.loss_weights`."""
     extra: dict[str, Shaped[Array, "B S ..."]] = struct.field(default_factory=dict)
     """`Batch.extra`."""
+
+
+class LossCall(NamedTuple):
+    """A training pass whose loss is computed."""
+
+    model: ModelConfig
+    execution: ExecutionConfig
+    params: Any
+    """Parameters of the model."""
+    batch: Batch
+    """Rows."""
+    loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]]
+    """Summed loss of activations after the final norm."""
+    options: dict[str, Any]
+    """Further arguments of the pass: key, router state."""
 
 
 class Objective(abc.ABC):
@@ -129,26 +144,13 @@ class Objective(abc.ABC):
         """
         return nll * given.weights
 
-    def further_loss(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        params: Any,
-        batch: Batch,
-        loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]],
-        given: dict[str, Any],
-    ) -> Float[Array, ""] | None:
+    def further_loss(self, call: LossCall) -> Float[Array, ""] | None:
         """Return None: the loss of the tokens is the whole loss of a training pass.
 
         Args:
-            model: Model to compute.
-            execution: How it is computed.
-            params: Parameters of the model.
-            batch: Rows.
-            loss_of: Summed loss of activations after the final norm.
-            given: Arguments of the pass.
+            call: The pass.
         """
-        del model, execution, params, batch, loss_of, given
+        del call
         return None
 
     def has_signal(self, batch: Batch) -> Bool[Array, ""] | None:

@@ -28,6 +28,25 @@ if TYPE_CHECKING:
     from jaxmoe.training.step import CheckedStep, Step
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersJob:
+    """What a job of a run gives its workers."""
+
+    sizes: MeshConfig
+    """Mesh of the run with every size filled in."""
+    mesh: Mesh
+    """Devices."""
+    table: ParameterTable
+    """Parameters."""
+    step_of: Callable[[], Step]
+    """Returns the step of the whole batch, or of one worker."""
+    steps: int
+    """Steps of the run."""
+    place: tuple[int, int] | None = None
+    """Worker that this job is, and the number of workers, where each is a job of its own; None for
+    a job that has all workers."""
+
+
 class WorkerGroup:
     """Workers of a run; this base class is one worker, whose state all devices share.
 
@@ -98,26 +117,11 @@ class ReplicasKind(ABC):
         """
 
     @abstractmethod
-    def make_workers(
-        self,
-        sizes: MeshConfig,
-        mesh: Mesh,
-        table: ParameterTable,
-        step_of: Callable[[], Step],
-        *,
-        steps: int,
-        job: tuple[int, int] | None,
-    ) -> WorkerGroup:
+    def make_workers(self, job: WorkersJob) -> WorkerGroup:
         """Return who trains a run.
 
         Args:
-            sizes: Mesh of the run with every size filled in.
-            mesh: Devices.
-            table: Parameters.
-            step_of: Returns the step of the whole batch, or of one worker.
-            steps: Steps of the run.
-            job: Worker that this job is, and the number of workers, where each is a job of its own;
-                None for a job that has all workers.
+            job: Devices, parameters and step of the run in this job.
         """
 
     def adapt(self, optimizer: Optimizer, steps: int) -> Optimizer:
@@ -146,19 +150,9 @@ class SynchronousConfig(ReplicasKind):
         del places
         return 1
 
-    def make_workers(
-        self,
-        sizes: MeshConfig,
-        mesh: Mesh,
-        table: ParameterTable,
-        step_of: Callable[[], Step],
-        *,
-        steps: int,
-        job: tuple[int, int] | None,
-    ) -> WorkerGroup:
+    def make_workers(self, job: WorkersJob) -> WorkerGroup:
         """Return one worker, which compares the losses of the groups of devices."""
-        del mesh, table, step_of, steps, job
-        return WorkerGroup(sizes.batch_shards)
+        return WorkerGroup(job.sizes.batch_shards)
 
 
 REPLICAS = Registry("replicas")

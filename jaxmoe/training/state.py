@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -83,49 +84,58 @@ def init_state(
         gradients: How a step gets its gradient, which may have a state; backpropagation when None.
         parts: Parts of the step beside those that the model brings.
     """
-    return initializer(
-        model,
-        optimizer,
-        execution=execution,
+    options = InitOptions(
+        execution=execution or ExecutionConfig(),
         parameterization=parameterization,
         mesh=mesh,
         gradients=gradients,
-        parts=parts,
-    )(key)
+        parts=tuple(parts),
+    )
+    return initializer(model, optimizer, options)(key)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InitOptions:
+    """Where and how a state before the first step is made."""
+
+    execution: ExecutionConfig
+    """Rules and dtype of the parameters."""
+    parameterization: Parameterization | None = None
+    """Initial scale per role; standard when None."""
+    mesh: Mesh | None = None
+    """Mesh of the state; one device when None."""
+    gradients: Gradients | None = None
+    """How a step gets its gradient; backpropagation when None."""
+    parts: tuple[StepPart, ...] = ()
+    """Parts of the step beside those that the model brings."""
 
 
 def initializer(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
-    *,
-    execution: ExecutionConfig | None = None,
-    parameterization: Parameterization | None = None,
-    mesh: Mesh | None = None,
-    gradients: Gradients | None = None,
-    parts: Sequence[StepPart] = (),
+    options: InitOptions,
 ) -> Callable[[Key[Array, ""]], TrainState]:
     """Return the function from a key to the state before the first step, compiled once.
 
     Args:
         model: Model to train.
         optimizer: Optax transformation.
-        execution: Rules and dtype of the parameters.
-        parameterization: Initial scale per role; standard when None.
-        mesh: Mesh of the state; one device when None.
-        gradients: How a step gets its gradient; backpropagation when None.
-        parts: Parts of the step beside those that the model brings.
+        options: Layout, initial scale and parts of the step.
     """
-    execution = execution or ExecutionConfig()
+    execution = options.execution
+    mesh = options.mesh
 
     @jax.jit
     def rest(params: Any, key: Key[Array, ""]) -> TrainState:
-        return state_around(model, optimizer, execution, params, key, gradients, parts)
+        return state_around(
+            model, optimizer, execution, params, key, options.gradients, options.parts
+        )
 
     def begin(key: Key[Array, ""]) -> TrainState:
         params = init_params(
             model,
             jax.random.fold_in(key, 0),
-            parameterization=parameterization,
+            parameterization=options.parameterization,
             mesh=mesh,
             rules=execution.axis_rules,
             dtype=execution.precision.parameter_dtype,

@@ -28,7 +28,7 @@ from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, MixerBase, require_positive
 from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
-from jaxmoe.layers.records import LayerCache, LayerInputs, Stream, TokenInputs
+from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, Stream, TokenInputs
 from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import flash_attention
 from pallas_kernels.ring.online_softmax import SoftmaxState, merge
@@ -141,9 +141,7 @@ class StreamAttention(Attention):
 
     def _attend(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        heads: HeadArrays,
         tokens: TokenInputs,
         cache: LayerCache | None,
         layer: LayerInputs | None,
@@ -152,22 +150,24 @@ class StreamAttention(Attention):
     ) -> Attended:
         config = self.config
         placement = self.execution.placement
-        attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=True)
+        attended = Attention._attend(self, heads, tokens, cache, layer, keeps_lse=True)
         out = attended.out
         logits = attended.logits
         lse = logits["lse"]
         if config.prefix_length:
-            given = [self._prefix(name).astype(q.dtype) for name in ("prefix_k", "prefix_v")]
+            prefixes = [
+                self._prefix(name).astype(heads.q.dtype) for name in ("prefix_k", "prefix_v")
+            ]
             rows = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
             learned = (None, None, ax.KV_HEADS, None)
-            heads = (*rows, ax.ACT_HEADS, None)
+            queries = (*rows, ax.ACT_HEADS, None)
             sums = (rows[0], ax.ACT_HEADS, rows[1])
             region = placement.region(
                 self._merged,
-                in_axes=(heads, heads, sums, learned, learned),
-                out_axes=(heads, sums),
+                in_axes=(queries, queries, sums, learned, learned),
+                out_axes=(queries, sums),
             )
-            out, lse = region(q, out, lse, *given)
+            out, lse = region(heads.q, out, lse, *prefixes)
         observed = logits if "top" in logits else {}
         return attended._replace(out=out, logits=observed | {"lse": lse} if keeps_lse else observed)
 
@@ -188,8 +188,8 @@ class StreamAttention(Attention):
         k, v = (jnp.tile(part, (q.shape[0] // part.shape[0], 1, 1, 1)) for part in (k, v))
         scale = self.context.multipliers.attention_scale
         kernel = self.execution.implementations.attention
-        given: Any = {"softcap": self.config.softcap, "scale": scale, "implementation": kernel}
-        learned = SoftmaxState(*flash_attention(q, k, v, causal=False, **given))
+        options: Any = {"softcap": self.config.softcap, "scale": scale, "implementation": kernel}
+        learned = SoftmaxState(*flash_attention(q, k, v, causal=False, **options))
         merged = merge(SoftmaxState(out, lse), learned)
         return merged.out, merged.lse
 

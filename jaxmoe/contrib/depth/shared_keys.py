@@ -30,7 +30,7 @@ from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.carry import CarriedArray
 from jaxmoe.layers.context import LayerContext, MixerBase, require_positive
 from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
-from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
+from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, TokenInputs
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.sequence_parallel import KVCache, PagedCache
@@ -156,9 +156,7 @@ class SharedAttention(Attention):
 
     def _attend(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        heads: HeadArrays,
         tokens: TokenInputs,
         cache: LayerCache | None,
         layer: LayerInputs | None,
@@ -167,10 +165,11 @@ class SharedAttention(Attention):
     ) -> Attended:
         assert layer is not None  # a block gives it to every mixer
         is_leader = self.config.leads(layer, train=self.train)
-        k = jnp.where(is_leader, k, layer.carry["keys"])
-        v = jnp.where(is_leader, v, layer.carry["values"])
+        k = jnp.where(is_leader, heads.k, layer.carry["keys"])
+        v = jnp.where(is_leader, heads.v, layer.carry["values"])
         if cache is not None:
             leader = cache.layer // jnp.int32(self.config.leader_every)
             cache = dataclasses.replace(cache, layer=leader)
-        attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=keeps_lse)
+        heads = HeadArrays(heads.q, k, v)
+        attended = Attention._attend(self, heads, tokens, cache, layer, keeps_lse=keeps_lse)
         return attended._replace(carry={"keys": k, "values": v})

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
@@ -30,7 +29,7 @@ from jaxtyping import Array, Float, Key
 from jaxmoe.contrib.estimators.noise import noise_sum
 from jaxmoe.contrib.estimators.passes import check_forward, gradients_with, prepare, table_of
 from jaxmoe.contrib.estimators.spsa import (
-    PLAIN_DESCENT,
+    DirectionalDescent,
     Ends,
     check_epsilon,
     clip_derivatives,
@@ -39,7 +38,7 @@ from jaxmoe.contrib.estimators.spsa import (
 )
 from jaxmoe.data.batch import Batch
 from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.estimators.base import Gradients, StepGradients
+from jaxmoe.training.estimators.base import StepGradients
 from jaxmoe.training.state import TrainState
 from sharding.constrain import place_like
 
@@ -65,14 +64,11 @@ class SeedSums:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SeedPoolConfig(Gradients):
+class SeedPoolConfig(DirectionalDescent):
     """Derivatives along directions from a fixed pool of seeds (FedKSeed)."""
 
     name: ClassVar[str] = "seed_pool"
-    clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
-    is_backward: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
-    brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
 
     seeds: int = 4096
     """Seeds in the pool."""

@@ -66,6 +66,16 @@ LEVELS = 127
 """Largest 8-bit integer of a byte payload."""
 
 
+class DirectionalDescent(Gradients):
+    """Base class of gradient descent along random directions, by derivatives of forward passes."""
+
+    __slots__ = ()
+
+    clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
+    is_backward: ClassVar[bool] = False
+    brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ends:
     """Two points on opposite sides of the parameters, along a direction."""
@@ -77,14 +87,11 @@ class Ends:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SPSAConfig(Gradients):
+class SPSAConfig(DirectionalDescent):
     """Derivatives along random directions, from forward passes only (MeZO)."""
 
     name: ClassVar[str] = "spsa"
-    clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
-    is_backward: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)
-    brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
 
     directions: int = 1
     """Random directions per step, each with two forward passes."""

@@ -18,13 +18,12 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
 from jaxmoe.layers.context import LayerContext, require_positive
 from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
-from jaxmoe.layers.records import LayerCache, LayerInputs, TokenInputs
+from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, TokenInputs
 from sharding.sequence_parallel import sequence_ranks
 
 
@@ -69,9 +68,7 @@ class NarrowAttention(Attention):
 
     def _attend(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        heads: HeadArrays,
         tokens: TokenInputs,
         cache: LayerCache | None,
         layer: LayerInputs | None,
@@ -79,9 +76,10 @@ class NarrowAttention(Attention):
         keeps_lse: bool = False,
     ) -> Attended:
         width = self.config.value_dim
-        v = v * jnp.asarray(self.config.value_scale, v.dtype)
+        v = heads.v * jnp.asarray(self.config.value_scale, heads.v.dtype)
         if cache is not None or sequence_ranks(self.execution.placement) > 1:
             padding = self.config.head_dim - width
             v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, padding)))
-        attended = Attention._attend(self, q, k, v, tokens, cache, layer, keeps_lse=keeps_lse)
+        heads = heads._replace(v=v)
+        attended = Attention._attend(self, heads, tokens, cache, layer, keeps_lse=keeps_lse)
         return attended._replace(out=attended.out[..., :width])

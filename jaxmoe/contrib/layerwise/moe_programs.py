@@ -58,14 +58,25 @@ def route(
     return jax.device_get(ids), rows
 
 
+def no_outputs(ids: Int[np.ndarray, "T K"], rows: Float[Array, "T D"]) -> Float[Array, "A D"]:
+    """Return the outputs before any expert was computed.
+
+    Args:
+        ids: Experts of each token.
+        rows: Activations of each token.
+    """
+    return jnp.zeros((ids.size, rows.shape[1]), rows.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="outputs")
 def compute(
     execution: ExecutionConfig,
     activation: ActivationBase,
     slots: Any,
-    places: Int[np.ndarray, " n"],
-    ids: Int[np.ndarray, "T K"],
+    places: Int[Array, " n"],
+    ids: Int[Array, "T K"],
     rows: Float[Array, "T D"],
-    outputs: Float[Array, "A D"] | None,
+    outputs: Float[Array, "A D"],
 ) -> Float[Array, "A D"]:
     """Return the outputs with those of some experts added.
 
@@ -76,11 +87,28 @@ def compute(
         places: Slot of each expert by its id; N where it is not computed now.
         ids: Experts of each token.
         rows: Activations of each token.
-        outputs: Outputs so far, which are given up; None: there are none.
+        outputs: Outputs so far, which are given up; `no_outputs` at first.
     """
-    if outputs is None:
-        outputs = jnp.zeros((ids.size, rows.shape[1]), rows.dtype)
-    return _compute(execution, activation, slots, places, ids, rows, outputs)
+    num_slots = jax.tree.leaves(slots)[0].shape[0]
+    top_k = ids.shape[1]
+    chosen = places[ids].reshape(-1)  # A = T*K
+    assignments = Assignments(
+        token_ids=jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), top_k),
+        expert_ids=chosen,
+        gates=jnp.ones(chosen.shape, jnp.float32),
+        top_k=top_k,
+    )
+    sent = LocalConfig().dispatch(Outgoing(rows, assignments, slots, num_slots, ExpertAxes()))
+    computed = apply_experts(
+        slots,
+        sent.rows,
+        sent.group_sizes,
+        activation=activation,
+        implementation=execution.implementations.grouped_swiglu,
+        activations=execution.precision.activations,
+        encoded=execution.encoded_product,
+    )
+    return outputs + sent.undo(computed)
 
 
 def write(
@@ -120,38 +148,6 @@ def _route(*arguments: Any) -> tuple[Array, Array]:
     outputs: Any = block.apply(layer_params, stream, inputs, about, method="feed")[1]
     rows: Any = block.apply(layer_params, stream, method="feed_forward_input")
     return outputs.statistics.extra[RECORDED] - 1, rows.astype(dtype).reshape(tokens, -1)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnames="outputs")
-def _compute(
-    execution: ExecutionConfig,
-    activation: ActivationBase,
-    slots: Any,
-    places: Array,
-    ids: Array,
-    rows: Array,
-    outputs: Array,
-) -> Array:
-    number = jax.tree.leaves(slots)[0].shape[0]
-    top_k = ids.shape[1]
-    chosen = places[ids].reshape(-1)  # A = T*K
-    assignments = Assignments(
-        token_ids=jnp.repeat(jnp.arange(len(ids), dtype=jnp.int32), top_k),
-        expert_ids=chosen,
-        gates=jnp.ones(chosen.shape, jnp.float32),
-        top_k=top_k,
-    )
-    sent = LocalConfig().dispatch(Outgoing(rows, assignments, slots, number, ExpertAxes()))
-    found = apply_experts(
-        slots,
-        sent.rows,
-        sent.group_sizes,
-        activation=activation,
-        implementation=execution.implementations.grouped_swiglu,
-        activations=execution.precision.activations,
-        encoded=execution.encoded_product,
-    )
-    return outputs + sent.undo(found)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

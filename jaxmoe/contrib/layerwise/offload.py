@@ -31,7 +31,13 @@ from jaxmoe.contrib.layerwise.chain import Chain, layer_calls, stack_parameters
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import Cache, initial_cache
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.decode import DecodeState, HostParametersConfig, HostPrograms, Programs
+from jaxmoe.models.decode import (
+    DecodeInputs,
+    DecodeState,
+    HostParametersConfig,
+    HostPrograms,
+    Programs,
+)
 from jaxmoe.models.sampling import choose
 from jaxmoe.models.stacks import LayerCall
 
@@ -131,38 +137,23 @@ class Offload(HostPrograms):
         pick = functools.partial(_pick, is_greedy=is_greedy, has_filters=has_filters)
         chain: Chain | None = None
 
-        def read(
-            params: Any,
-            router_state: Any,
-            tokens: np.ndarray,
-            lengths: np.ndarray,
-            keys: Array,
-            limits: Any,
-            ends: np.ndarray,
-        ) -> DecodeState:
+        def read(inputs: DecodeInputs, tokens: np.ndarray, lengths: np.ndarray) -> DecodeState:
             nonlocal chain
             self.close()
-            chain = self.begin(model, execution, params, router_state)
+            chain = self.begin(model, execution, inputs.params, inputs.router_state)
             batch, length = tokens.shape
             places = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
             masks = {"positions": places, "token_mask": places < lengths[:, None]}
             cache = initial_cache(model, execution, batch=batch, length=capacity)
             logits, cache = _decode(chain, tokens, cache, lengths - 1, masks)
-            token, is_done = pick(logits, keys[0], limits, ends)
+            token, is_done = pick(logits, inputs.keys[0], inputs.limits, inputs.ends)
             return DecodeState(token, jnp.asarray(lengths), is_done, cache)
 
         def write(
-            params: Any,
-            router_state: Any,
-            state: DecodeState,
-            keys: Array,
-            first: np.int32,
-            count: np.int32,
-            limits: Any,
-            ends: np.ndarray,
+            inputs: DecodeInputs, state: DecodeState, first: np.int32, count: np.int32
         ) -> tuple[DecodeState, np.ndarray]:
-            del params, router_state  # those of `read`
             assert chain is not None  # the prompt is read first
+            _, _, keys, limits, ends = inputs  # the chain has the parameters
             written = []
             for index in range(first, first + count):
                 options = {"positions": state.length[:, None]}

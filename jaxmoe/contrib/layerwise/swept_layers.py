@@ -18,8 +18,7 @@ Source: the method of the repository phymhan/nanochat-snlp.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,9 @@ from jaxtyping import Array, Float
 
 from jaxmoe.contrib.layerwise.chain import Chain
 from jaxmoe.contrib.layerwise.layer_parallel import parallel_scan, sweep_streams
-from jaxmoe.data.batch import Batch
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.training.next_token import NextTokenConfig
+from jaxmoe.training.objective import LossCall
 
 _OF_SWEEPS: Final = 0x5E  # separates its draws from those of routers
 
@@ -63,31 +61,20 @@ class SweptLayersConfig(NextTokenConfig):
         """
         parallel_scan(model)
 
-    def further_loss(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        params: Any,
-        batch: Batch,
-        loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]],
-        given: dict[str, Any],
-    ) -> Float[Array, ""]:
+    def further_loss(self, call: LossCall) -> Float[Array, ""]:
         """Return the weighted sum of the losses after some sweeps.
 
         Args:
-            model: Model to compute.
-            execution: How it is computed.
-            params: Parameters of the model.
-            batch: Rows.
-            loss_of: Summed loss of activations after the final norm.
-            given: Arguments of the pass: key, router state.
+            call: The pass.
         """
-        chain = Chain.of(model, execution, params, given.get("router_state"))
+        batch = call.batch
+        state = call.options.get("router_state")
+        chain = Chain.of(call.model, call.execution, call.params, state)
         segments = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
         streams = sweep_streams(
             chain, jnp.asarray(batch.tokens), segments, self.sweeps, is_batched=False
         )
-        key = jax.random.fold_in(given["key"], _OF_SWEEPS)
+        key = jax.random.fold_in(call.options["key"], _OF_SWEEPS)
         drawn = jax.random.randint(key, (), 0, self.sweeps)
         stream = jax.tree.map(lambda *parts: jnp.take(jnp.stack(parts), drawn, axis=0), *streams)
-        return jnp.float32(self.weight) * loss_of(chain.norm_output(stream))
+        return jnp.float32(self.weight) * call.loss_of(chain.norm_output(stream))

@@ -52,8 +52,6 @@ class GatedDeltaConfig(RecurrentMixer):
     """Gated DeltaNet: a state that decays and is corrected, in place of attention."""
 
     name: ClassVar[str] = "gated_delta"
-    module_name: ClassVar[str] = "gated_delta"
-    operation: ClassVar[str | None] = None
     width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_key_heads")
     axis_fields: ClassVar[Mapping[str, str]] = {
         ax.HEADS: "num_heads",

@@ -35,7 +35,6 @@ class KimiDeltaConfig(GatedDeltaConfig):
     """Kimi Delta Attention: Gated DeltaNet with a decay for each row of the state."""
 
     name: ClassVar[str] = "kimi_delta"
-    module_name: ClassVar[str] = "kimi_delta"
 
     gate_rank: int = 32
     """Width through which decays and gates are computed (R); usually head_dim."""

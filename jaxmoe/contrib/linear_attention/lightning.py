@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -57,10 +57,7 @@ class LightningConfig(RecurrentMixer):
     """Lightning attention: linear attention with a fixed decay per head, in place of attention."""
 
     name: ClassVar[str] = "lightning"
-    module_name: ClassVar[str] = "lightning"
     operation: ClassVar[str | None] = "state_space_dual"
-    width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
-    axis_fields: ClassVar[Mapping[str, str]] = {ax.HEADS: "num_heads"}
     layer_fields: ClassVar[tuple[str, ...]] = ("first_layer", "layer_step")
 
     num_heads: int = 4

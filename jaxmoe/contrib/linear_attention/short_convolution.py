@@ -42,8 +42,6 @@ class ShortConvolutionConfig(RecurrentMixer):
     """A gated convolution over a few positions in place of attention (LFM2)."""
 
     name: ClassVar[str] = "short_convolution"
-    module_name: ClassVar[str] = "short_convolution"
-    operation: ClassVar[str | None] = None
     width_fields: ClassVar[tuple[str, ...]] = ("num_channels",)
     axis_fields: ClassVar[Mapping[str, str]] = {ax.MLP: "num_channels"}
 

@@ -142,7 +142,7 @@ class _LayerPass:
     """Experts of one layer that are in slots and wait to be computed."""
 
     def __init__(self, execution: ExecutionConfig, ids: np.ndarray, rows: Any, moe: MoEConfig):
-        self.outputs: Any = None
+        self.outputs: Any = moe_programs.no_outputs(ids, rows)
         self.waiting: dict[Any, int] = {}
         self._given = execution, ids, rows
         self._moe = moe

@@ -6,19 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import ClassVar, Literal
-
-from jax.sharding import Mesh
 
 from jaxmoe.contrib.slow_links.fragments import TrainingFacts
 from jaxmoe.contrib.slow_links.method import Method
 from jaxmoe.contrib.slow_links.weighting import Weights
 from jaxmoe.contrib.slow_links.workers.of_run import RunWorkers
-from jaxmoe.parameters import ParameterTable
-from jaxmoe.training.replicas import ReplicasKind
-from jaxmoe.training.step import Step
-from sharding.mesh import MeshConfig
+from jaxmoe.training.replicas import ReplicasKind, WorkersJob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,20 +35,10 @@ class WorkersBase(ReplicasKind):
         """
         return places if self.workers is None else self.workers
 
-    def make_workers(
-        self,
-        sizes: MeshConfig,
-        mesh: Mesh,
-        table: ParameterTable,
-        step_of: Callable[[], Step],
-        *,
-        steps: int,
-        job: tuple[int, int] | None,
-    ) -> RunWorkers:
+    def make_workers(self, job: WorkersJob) -> RunWorkers:
         """Return the workers of this job; see the base class."""
-        number = 1 if job is not None else self.num_workers(sizes.replica)
-        member = None if job is None else job[0]
-        return RunWorkers(number, self, table, step_of, steps, mesh, member)
+        number = 1 if job.place is not None else self.num_workers(job.sizes.replica)
+        return RunWorkers(number, self, job)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

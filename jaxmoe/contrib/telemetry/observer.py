@@ -20,13 +20,11 @@ from jaxmoe.contrib.telemetry.routing import observe
 from jaxmoe.contrib.telemetry.step import DetailedMeasures, observe_head
 from jaxmoe.data.batch import Batch
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
-from jaxmoe.layers.observer import ExpertCall, LogicalAxes, Observations, Observer
-from jaxmoe.layers.records import RoutingInputs
-from jaxmoe.routing import RouterInputs, RouterOutput, RouterStatistics
+from jaxmoe.layers.observer import ExpertCall, LogicalAxes, Observations, Observer, RoutedCall
+from jaxmoe.routing import RouterInputs, RouterOutput
 from jaxmoe.routing.base import Arrays
 from jaxmoe.training.parts.base import StepPart
 from jaxmoe.training.step import Step
-from sharding.constrain import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,20 +60,15 @@ class DetailedObserver(Observer):
         """Return logits and the mean cosine of the outputs, which are computed once more."""
         return observe_experts(observed_axes(moe, (None, None)), call, moe.num_experts)
 
-    def routing(
-        self,
-        x: Float[Array, "B S D"],
-        statistics: RouterStatistics,
-        values: dict[str, Array],
-        weights: dict[str, Any],
-        routing: RoutingInputs,
-        placement: Placement,
-    ) -> Observations:
+    def routing(self, call: RoutedCall) -> Observations:
         """Return the size of the router logits and the correlations of the experts."""
-        observations = observe_routing(statistics, values, routing.token_mask)
-        gate_up = weights["gate_up"]
+        values = call.values
+        routing = call.routing
+        observations = observe_routing(call.statistics, values, routing.token_mask)
+        gate_up = call.weights["gate_up"]
         if "logits" in values and isinstance(gate_up, jax.Array):  # not rounded to few bits
-            observations |= observe_activations(x, values["logits"], gate_up, routing, placement)
+            logits = values["logits"]
+            observations |= observe_activations(call.x, logits, gate_up, routing, call.placement)
         return observations
 
     def head(

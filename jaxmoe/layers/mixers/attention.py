@@ -44,7 +44,7 @@ from jaxmoe.layers.mixers.attention_parts import (
 )
 from jaxmoe.layers.norms import unit_norm
 from jaxmoe.layers.observer import observer_of
-from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
+from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate_in_place
 from jaxmoe.layers.sequences import current_form, current_order, places_of
 from jaxmoe.precision import PrecisionPolicy
@@ -295,9 +295,10 @@ class Attention(nn.Module):
         heads = out_of_stream(x.astype(dtype), projections, placement, form=form)
         if config.extras.has_bias:
             heads = add_biases(self, heads, placement)
-        q, k, v = self._place(heads, tokens)
+        placed = self._place(heads, tokens)
+        placed = placed._replace(v=placed.v.astype(dtype))
         out, logits, entries, carry = self._attend(
-            q, k, v.astype(dtype), tokens, cache, layer, keeps_lse=config.extras.has_sinks
+            placed, tokens, cache, layer, keeps_lse=config.extras.has_sinks
         )
         if config.extras.has_sinks:
             out = weigh_against_sinks(self, out, logits["lse"], placement)
@@ -326,7 +327,7 @@ class Attention(nn.Module):
         observations = observer_of(self.execution).attention(logits, tokens.token_mask)
         return y, MixerOutputs(cache=entries, observations=observations, carry=carry)
 
-    def _place(self, heads: dict[str, Array], tokens: TokenInputs) -> tuple[Array, Array, Array]:
+    def _place(self, heads: dict[str, Array], tokens: TokenInputs) -> HeadArrays:
         """Return queries, keys and values, normed, clipped and turned by their positions."""
         config = self.config
         options = config.extras
@@ -348,7 +349,7 @@ class Attention(nn.Module):
         if config.query_temperature is not None:
             factor = config.query_temperature.factor(self._positions(tokens, q.shape[1]))
             q = (q * factor).astype(q.dtype)
-        return q, k, v
+        return HeadArrays(q, k, v)
 
     def _positions(self, tokens: TokenInputs, length: int) -> Int[Array, "#B S"]:
         """Return the positions of the tokens, their places in the row where none are set."""
@@ -361,9 +362,7 @@ class Attention(nn.Module):
 
     def _attend(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        heads: HeadArrays,
         tokens: TokenInputs,
         cache: LayerCache | None,
         layer: LayerInputs | None,
@@ -372,6 +371,7 @@ class Attention(nn.Module):
     ) -> Attended:
         """Compute the softmax, over the tokens themselves or over a cache."""
         del layer
+        q, k, v = heads
         config = self.config
         placement = self.execution.placement
         positions = tokens.positions

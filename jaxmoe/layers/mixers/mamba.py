@@ -29,10 +29,11 @@ from jaxtyping import Array, Float
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
+from jaxmoe.layers.context import LayerContext, MixerActivations, require_positive
 from jaxmoe.layers.convolution import last_inputs
 from jaxmoe.layers.mixers.recurrent import (
     ScanAxes,
+    SelectiveMixer,
     convolve_silu,
     gate_output,
     run_rows,
@@ -48,11 +49,10 @@ from sharding.products.tensor_parallel import Product, into_stream, out_of_strea
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MambaConfig(RecurrentMixer):
+class MambaConfig(SelectiveMixer):
     """Mamba: a selective state per channel in place of attention."""
 
     name: ClassVar[str] = "mamba"
-    module_name: ClassVar[str] = "mamba"
     operation: ClassVar[str] = "selective_scan"
     width_fields: ClassVar[tuple[str, ...]] = ("inner_dim", "step_rank")
     axis_fields: ClassVar[Mapping[str, str]] = {ax.MLP: "inner_dim"}
@@ -63,12 +63,6 @@ class MambaConfig(RecurrentMixer):
     """Values of the state per channel (H)."""
     step_rank: int = 8
     """Width through which the step of a channel is computed; usually model.embed_dim / 16."""
-    conv_length: int = 4
-    """Positions that the convolution before the state reads, the own one included."""
-    has_conv_bias: bool = True
-    """Whether the convolution has a bias per channel."""
-    has_projection_bias: bool = False
-    """Whether the projections from and to the residual stream have biases."""
     inner_norms: Literal["none", "rms"] = "none"
     """Norm of what the step, the input and the output of the state are computed from: none, or
     RMSNorm (Jamba)."""

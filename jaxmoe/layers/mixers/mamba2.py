@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -29,10 +29,11 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, MixerActivations, RecurrentMixer, require_positive
+from jaxmoe.layers.context import LayerContext, MixerActivations, require_positive
 from jaxmoe.layers.convolution import last_inputs
 from jaxmoe.layers.mixers.recurrent import (
     ScanAxes,
+    SelectiveMixer,
     convolve_silu,
     gate_output,
     run_rows,
@@ -47,14 +48,11 @@ from sharding.products.tensor_parallel import Product, along_stream, into_stream
 
 @with_field_docs
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Mamba2Config(RecurrentMixer):
+class Mamba2Config(SelectiveMixer):
     """Mamba-2: a decaying state per head in place of attention."""
 
     name: ClassVar[str] = "mamba2"
-    module_name: ClassVar[str] = "mamba2"
     operation: ClassVar[str] = "state_space_dual"
-    width_fields: ClassVar[tuple[str, ...]] = ("num_heads",)
-    axis_fields: ClassVar[Mapping[str, str]] = {ax.HEADS: "num_heads"}
 
     num_heads: int = 8
     """Heads (N), each with a state of its own."""
@@ -64,12 +62,6 @@ class Mamba2Config(RecurrentMixer):
     """Values of the state per channel (H)."""
     num_groups: int = 1
     """Groups of heads that share what is written into and read from their states (G)."""
-    conv_length: int = 4
-    """Positions that the convolution before the state reads, the own one included."""
-    has_conv_bias: bool = True
-    """Whether the convolution has a bias per channel."""
-    has_projection_bias: bool = False
-    """Whether the projections from and to the residual stream have biases."""
     chunk: int = 64
     """Tokens that are multiplied together between two states; changes the speed only."""
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.layers.context import RecurrentMixer
 from jaxmoe.layers.convolution import convolve
 from jaxmoe.layers.mixers.cut_rows import inputs_before, state_before
 from jaxmoe.layers.records import LayerCache, MixerOutputs, TokenInputs
@@ -21,6 +23,18 @@ Axes = tuple[str | None, ...]
 """Logical axes of an array."""
 
 _TOKENS: Axes = (ax.ACT_BATCH, ax.ACT_SEQ_INNER)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveMixer(RecurrentMixer):
+    """Base class of the configs of Mamba and Mamba-2, which convolve what they write."""
+
+    conv_length: int = 4
+    """Positions that the convolution before the state reads, the own one included."""
+    has_conv_bias: bool = True
+    """Whether the convolution has a bias per channel."""
+    has_projection_bias: bool = False
+    """Whether the projections from and to the residual stream have biases."""
 
 
 class ScanAxes(NamedTuple):

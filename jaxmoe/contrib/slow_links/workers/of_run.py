@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import jax
-from jax.sharding import Mesh
 
 from jaxmoe.contrib.slow_links.workers.between_jobs import BetweenJobs
 from jaxmoe.contrib.slow_links.workers.gradient_state import GradientTraining
@@ -20,9 +19,8 @@ from jaxmoe.contrib.slow_links.workers.gradient_step import make_gradient_step
 from jaxmoe.contrib.slow_links.workers.local import WORKERS
 from jaxmoe.contrib.slow_links.workers.state import WorkerTraining
 from jaxmoe.contrib.slow_links.workers.step import make_worker_step
-from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.parts.base import StepPart
-from jaxmoe.training.replicas import WorkerGroup
+from jaxmoe.training.replicas import WorkerGroup, WorkersJob
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import CheckedStep, Step
 
@@ -37,33 +35,16 @@ class RunWorkers(WorkerGroup):
     Args:
         number: Workers in this job.
         config: Method.
-        table: Parameters.
-        step_of: Returns the step of the whole batch, or of one worker; every size of its mesh is
-            filled in.
-        steps: Steps of the run.
-        mesh: Devices.
-        member: Number of the one worker of this job; None if all workers are in it.
+        job: What this job gives them; its place is that of one worker, or None.
     """
 
     state_part = WORKERS
 
-    def __init__(
-        self,
-        number: int,
-        config: WorkersBase,
-        table: ParameterTable,
-        step_of: Callable[[], Step],
-        steps: int,
-        mesh: Mesh,
-        member: int | None,
-    ):
+    def __init__(self, number: int, config: WorkersBase, job: WorkersJob):
         super().__init__(number)
         self._config = config
-        self._table = table
-        self._steps = steps
-        self._step_of = step_of
-        self._mesh = mesh
-        self._member = member
+        self._job = job
+        self._member = None if job.place is None else job.place[0]
 
     @functools.cached_property
     def training(self) -> WorkerTraining | GradientTraining:
@@ -72,7 +53,7 @@ class RunWorkers(WorkerGroup):
         Raises:
             ValueError: The method does not fit the mesh, or the adapter changes states itself.
         """
-        return self._training_of(self._step_of())
+        return self._training_of(self._job.step_of())
 
     @property
     def parts(self) -> tuple[StepPart, ...]:
@@ -93,7 +74,7 @@ class RunWorkers(WorkerGroup):
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state of equal workers; see the base class."""
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self._job.mesh):
             return jax.jit(self.training.begin)(state)
 
     def publish(self, state: TrainState) -> TrainState:
@@ -111,6 +92,6 @@ class RunWorkers(WorkerGroup):
         """Return how the workers train that take a step."""
         if self._config.exchanges == "gradients":
             config = cast("GradientBase", self._config)
-            return GradientTraining.of(config, self._table, step, self._steps)
+            return GradientTraining.of(config, self._job.table, step, self._job.steps)
         config = cast("ReplicasBase", self._config)
-        return WorkerTraining.of(config, self._table, step, self._steps, self._member)
+        return WorkerTraining.of(config, self._job.table, step, self._job.steps, self._member)

@@ -25,6 +25,7 @@ from jaxmoe.layers.feed_forwards.moe.experts import apply_experts
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout
 from jaxmoe.layers.feed_forwards.moe.zero_computation import apply_zero_computation
 from jaxmoe.layers.observer import ExpertCall, Observer, observer_of
+from jaxmoe.layers.records import RoutingInputs
 from jaxmoe.routing import Extent, Router, RouterInputs, RouterOutput, RouterStatistics, Slots
 from jaxmoe.routing.balancers import WeightsBalancer, of_statistics, of_weights
 from jaxmoe.routing.capacity import RouterChoice
@@ -53,22 +54,8 @@ class LocalInputs:
     """Parameters of the experts without computation."""
     coupled: dict[str, Any]
     """All experts' weights as stored, for balancers that read them; empty otherwise."""
-    state: Any
-    """State of the router."""
-    token_mask: Any
-    """False for padding [B S]."""
-    segment_ids: Any
-    """Document of each token [B S]."""
-    context: dict[str, Array]
-    """Further [B S] arrays for the router, and recorded experts [B S L K]."""
-    key: Any
-    """PRNG key of this layer and step, for routers with noise; may be absent."""
-    layer: Any
-    """Number among the MoE layers []; may be absent."""
-    carry: dict[str, Any]
-    """What the MoE layer before hands on: `MoEConfig.carries` names the arrays [B S ...]."""
-    outputs: Any
-    """Outputs of the experts by assignment [A D], computed elsewhere; may be absent."""
+    routing: RoutingInputs
+    """Inputs of the router, of the carried arrays those that `MoEConfig.carries` names."""
 
 
 @typing.no_type_check
@@ -116,14 +103,17 @@ class Computation:
             batch_axes: Mesh axes over which sequences are spread.
         """
         moe, layout, (batch, length, width) = self.moe, self.layout, x.shape
-        key = local.key
+        routing = local.routing
+        key = routing.key
         sequence_axes = layout.sequence_axes
         tokens = x.reshape(batch * length, width)  # T, D
 
         # Route: experts, gates and capacity.
         extent = Extent(sequence_length=length, sequence_axes=sequence_axes, batch_axes=batch_axes)
-        inputs = _router_inputs(tokens, local, self.context.multipliers.router, extent)
-        output = self.router.route(local.router, local.state, inputs, train=self.train, key=key)
+        inputs = _router_inputs(tokens, routing, self.context.multipliers.router, extent)
+        output = self.router.route(
+            local.router, routing.router_state, inputs, train=self.train, key=key
+        )
         observer = observer_of(self.execution)
         assignments, statistics = assign(output, inputs, moe, observer, train=self.train, key=key)
         logits = output.logits
@@ -134,9 +124,9 @@ class Computation:
         # Dispatch, compute and combine.
         dispatch_assignments = _without_zero_computation(assignments, moe.num_experts)
         rows = tokens if output.slots is None else _read_slots(tokens, output.slots)
-        moves = self._token_moves(local)
+        moves = self._token_moves(routing)
         dispatch = partial(self._dispatcher(), moves=moves)
-        outputs = local.outputs
+        outputs = routing.expert_outputs
         if outputs is None:
             y, dropped = dispatch(rows, dispatch_assignments, self._experts(), local.weights)
         else:
@@ -179,18 +169,19 @@ class Computation:
             observed=self._observe(tokens, logits, dispatch_assignments, local.weights, batch),
         )
 
-    def _token_moves(self, local: LocalInputs) -> TokenMoves | None:
+    def _token_moves(self, routing: RoutingInputs) -> TokenMoves | None:
         """Return how the tokens move, from what is known before routing; None: they stay."""
         if self.layout.route is None:
             return None
-        arrays = (local.context["tokens"], local.token_mask, local.carry["expert_device"])
+        assert routing.layer is not None  # routes of tokens are of whole models
+        arrays = (routing.context["tokens"], routing.token_mask, routing.carry["expert_device"])
         batch = arrays[0].shape[0]
         own_axes = self.layout.own_axes
         arrays = tuple(array.reshape(-1) for array in arrays)
         if own_axes:
             arrays = tuple(own_positions(array, batch, own_axes) for array in arrays)
         devices = jax.lax.axis_size(self.layout.experts.expert)
-        return self.layout.route.moves(local.layer, *arrays, num_devices=devices)
+        return self.layout.route.moves(routing.layer, *arrays, num_devices=devices)
 
     @property
     def coupling_balancers(self) -> tuple[WeightsBalancer, ...]:
@@ -244,30 +235,30 @@ class Computation:
 
 
 def _router_inputs(
-    tokens: Float[Array, "T D"], local: Any, multiplier: float, extent: Extent
+    tokens: Float[Array, "T D"], routing: RoutingInputs, multiplier: float, extent: Extent
 ) -> RouterInputs:
     """Return the inputs of a router, whose [B S] arrays become [T], of recorded experts [T K].
 
     Args:
         tokens: Activations.
-        local: `LocalInputs` of the region.
+        routing: Inputs of the region.
         multiplier: Factor of the router logits.
         extent: Place of the tokens in the batch.
     """
-    context = dict(local.context)
+    context = dict(routing.context)
     replayed = None
     if EXPERTS in context:
         experts = context.pop(EXPERTS).astype(jnp.int32)
-        replayed = jax.lax.dynamic_index_in_dim(experts, local.layer, axis=2, keepdims=False)
+        replayed = jax.lax.dynamic_index_in_dim(experts, routing.layer, axis=2, keepdims=False)
         replayed = replayed.reshape(tokens.shape[0], -1)
     context = {name: array.reshape(-1) for name, array in context.items()}
-    if local.layer is not None:
-        context["layer"] = local.layer
-    previous = local.carry.get("router_logits")
+    if routing.layer is not None:
+        context["layer"] = routing.layer
+    previous = routing.carry.get("router_logits")
     return RouterInputs(
         x=tokens.astype(jnp.float32) * jnp.float32(multiplier),
-        token_mask=local.token_mask.reshape(-1),  # T
-        segment_ids=local.segment_ids.reshape(-1),  # T
+        token_mask=routing.token_mask.reshape(-1),  # T
+        segment_ids=routing.segment_ids.reshape(-1),  # T
         previous_logits=None if previous is None else previous.reshape(tokens.shape[0], -1),
         context=context,
         replayed=replayed,

@@ -15,6 +15,7 @@ there, so that a loss of them equals that of the global batch.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ from jaxmoe.layers.feed_forwards.moe.experts import (
 )
 from jaxmoe.layers.feed_forwards.moe.layout import MoELayout, moe_layout
 from jaxmoe.layers.feed_forwards.moe.zero_computation import ZeroComputationExperts
-from jaxmoe.layers.observer import observer_of
+from jaxmoe.layers.observer import RoutedCall, observer_of
 from jaxmoe.layers.records import FeedForwardOutputs, RoutingInputs
 from jaxmoe.routing import Router
 from jaxmoe.routing.balancers import of_weights
@@ -154,12 +155,14 @@ class MoELayer(nn.Module):
             losses=local_outputs.losses,
             carry={name: placement.place(array, tokens[name]) for name, array in carry.items()},
             observations=observer_of(self.execution).routing(
-                routed,
-                local_outputs.statistics,
-                local_outputs.observed,
-                weights,
-                routing,
-                placement,
+                RoutedCall(
+                    x=routed,
+                    statistics=local_outputs.statistics,
+                    values=local_outputs.observed,
+                    weights=weights,
+                    routing=routing,
+                    placement=placement,
+                )
             ),
         )
         y = placement.place(local_outputs.y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
@@ -226,28 +229,24 @@ class MoELayer(nn.Module):
             weights=factors,
             constants=free,
             coupled=_merged(weights) if self.train and of_weights(self.moe.balancers) else {},
-            state=routing.router_state,
-            token_mask=routing.token_mask,
-            segment_ids=routing.segment_ids,
-            context=routing.context,
-            key=routing.key,
-            layer=routing.layer,
-            carry=carry,
-            outputs=routing.expert_outputs,
+            routing=dataclasses.replace(routing, carry=carry, mix=None),
         )
+        routing_axes: dict[str, Any] = {
+            "token_mask": row_axes,
+            "segment_ids": row_axes,
+            "router_state": _whole(routing.router_state),
+            "key": None if routing.key is None else (),
+            "carry": _of_rows(carry, row_axes),
+            "layer": None if routing.layer is None else (),
+            "context": _of_rows(routing.context, row_axes),
+            "expert_outputs": None if routing.expert_outputs is None else (None, None),
+        }
         axes = LocalInputs(
             router=_whole(params),
             weights=self._weight_axes(factors, layout),
             constants=_whole(free),
             coupled=_whole(arguments.coupled),
-            state=_whole(arguments.state),
-            token_mask=row_axes,
-            segment_ids=row_axes,
-            context=_of_rows(arguments.context, row_axes),
-            key=None if routing.key is None else (),
-            layer=None if routing.layer is None else (),
-            carry=_of_rows(carry, row_axes),
-            outputs=None if routing.expert_outputs is None else (None, None),
+            routing=RoutingInputs(**routing_axes),
         )
         return arguments, axes
 
