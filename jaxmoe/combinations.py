@@ -387,6 +387,12 @@ ROWS: Final = (
         "{first} changes the state after each step, and {second} keeps it elsewhere",
         "set execution.offload to None",
     ),
+    Row(
+        is_set("execution.offload.directory"),
+        differs("execution.offload.optimizer", "files"),
+        "{first} is for the files of an optimiser, and {second} has none",
+        "leave it out, or set execution.offload.optimizer to files",
+    ),
     # Sequences over devices.
     Row(
         member("execution.sequence_parallel", "none"),

@@ -72,12 +72,6 @@ class OffloadConfig:
     def __post_init__(self):
         if self.parts < 1:
             raise ValueError(f"execution.offload.parts={self.parts} must be at least 1")
-        if self.directory and self.optimizer != "files":
-            raise ValueError(
-                f"execution.offload.directory={self.directory} is of files, and"
-                f" execution.offload.optimizer={self.optimizer} has none: leave it out, or set"
-                " execution.offload.optimizer to files"
-            )
 
 
 @with_field_docs
@@ -152,8 +146,8 @@ class ExecutionConfig:
         """
         if self.mesh.stage > 1:
             raise ValueError(
-                f"execution.mesh.stage={self.mesh.stage} splits the layers, and {reason}: set"
-                " mesh.stage to 1, and mesh.data to more"
+                f"execution.mesh.stage={self.mesh.stage} splits the layers, and {reason}: set it to"
+                " 1, and give the devices to another axis"
             )
 
     def unroll_of(self, length: int, on: str | None = None) -> int:

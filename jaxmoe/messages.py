@@ -14,10 +14,14 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from typing import Final
 
 import jax
 
 logger = logging.getLogger(__name__)
+
+TEXT_FILES: Final = "--data.path 'docs/**/*.md'"
+"""Flag that names files of text, an example in messages."""
 
 
 def say(text: str) -> None:

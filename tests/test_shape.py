@@ -20,7 +20,7 @@ from tests.support.source_tree import PACKAGES, ROOT
 
 CLOSURES = {"jaxmoe": 3, "jaxmoe.routing": 9, "jaxmoe.optim": 9, "experiments.pretrain": 287}
 ARROWS = 0
-REFUSALS = 30
+REFUSALS = 18
 VAGUE_BINDINGS = 0.0027
 PARTICIPLES = 20
 REPEATED_CLASSES = 4

@@ -30,6 +30,7 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("model.adapter", ("mixture_of_shards", "shared_store", "switch_lora", "remix"), _ADAPTERS),
     ("training.average", (), _ADAPTERS),
     ("execution.halves", (2,), _DEPTH),
+    ("model.mixers.*", ("parallel_streams",), _DEPTH),
     ("model.loop", (), _DEPTH),
     ("model.layers.feed_forward", ("two_sizes",), _DEPTH),
     ("execution.offload.parameters", ("host",), _OFFLOAD),

@@ -120,7 +120,7 @@ class HubRows:
             return loaded
         if config.dataset_split not in loaded:
             raise DataError(
-                f"data.dataset={config.dataset} has no split {config.dataset_split!r}; it has "
-                f"{', '.join(map(repr, loaded))}: name one with --data.dataset_split"
+                f"data.dataset_split: {config.dataset} has no split {config.dataset_split!r}; it"
+                f" has {', '.join(map(repr, loaded))}: name one"
             )
         return loaded[config.dataset_split]

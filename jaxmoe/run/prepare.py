@@ -13,6 +13,7 @@ import jax
 from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
 from jaxmoe.data import Source
+from jaxmoe.messages import TEXT_FILES
 from jaxmoe.planning.attached import memory_warning
 from jaxmoe.resilience.agreement import check_agreement
 from jaxmoe.run.assemble import Assembly, Setting, assemble, describe_devices
@@ -168,7 +169,7 @@ def check_trains(directory: RunDirectory, config: PretrainConfig) -> None:
     if not config.data.traits.has_rows:
         raise ValueError(
             f"data:{config.data.name} has no rows to train on: choose data, such as data:files"
-            " --data.path 'docs/**/*.md'"
+            f" {TEXT_FILES}"
         )
     if not directory.has_config():
         return

@@ -35,7 +35,7 @@ from jaxmoe.generation.text import (
     continue_texts,
     encode_prompts,
 )
-from jaxmoe.messages import say, show_messages
+from jaxmoe.messages import TEXT_FILES, say, show_messages
 from jaxmoe.models.decode import MakePrograms
 from jaxmoe.models.sampling import SamplingConfig
 from jaxmoe.run.assemble import Assembly
@@ -409,7 +409,7 @@ class Run:
         if not self.config.data.traits.has_rows:
             raise ConfigurationError(
                 f"run.directory={self.directory.path} holds a model without data of its own: give"
-                " held-out data, such as --data.path 'docs/**/*.md'"
+                f" held-out data, such as {TEXT_FILES}"
             )
         loaded = self._load(step, needs_data=True)
         execution = loaded.assembly.execution

@@ -238,6 +238,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"checkpoint.initial.mapping": None},
     ),
     (ON_ADAPTERS["lift"] | IN_HOST, NO_OFFLOAD),
+    ({"execution.offload": OffloadConfig(directory="optimizer")}, FILES),
     (ON_ADAPTERS["shared_store"] | HIERARCHICAL, FULLY_SHARDED),
     (ON_ADAPTERS["shared_store"] | HOST, ON_DEVICE),
     (
@@ -269,6 +270,10 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (REMIX | HALVES, ONE_HALF),
     # Halves, loops and mixers.
     (STAGES | {"model.loop": LoopConfig()}, {"model.loop": None}),
+    (
+        STREAMS | {"model.layers": (LayerConfig(), LayerConfig(mixer=choice("mixer", "mamba")()))},
+        {"model.layers": ()},
+    ),
     (STAGES | STREAMS, ONE_STAGE),
     (HALVES | STAGES, ONE_STAGE),
     (

@@ -113,7 +113,7 @@ def check_lora(model: ModelConfig) -> LoraConfig:
     if (adapter := lora_of(model.adapter)) is None:
         name = "none" if model.adapter is None else model.adapter.name
         raise CheckpointError(
-            f"model.adapter={name}: PEFT files hold the factors of adapter:lora. Convert this run"
+            f"model.adapter={name}: PEFT files hold the factors of LoRA. Convert this run"
             " with --to_huggingface auto"
         )
     return adapter

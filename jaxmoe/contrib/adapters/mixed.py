@@ -84,12 +84,18 @@ class MixedAdapter(Adapter):
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"adapter.alpha={self.alpha} must be above 0")
         if unmixed := [role for role in self.targets.roles if role not in _HALVES]:
-            raise ValueError(
-                f"adapter.targets.roles={self.targets.roles}: adapter:{self.name} mixes additions"
-                f" for each token, which {' and '.join(unmixed)} cannot have: name some of"
-                f" {', '.join(_HALVES)}, or take adapter:lora"
+            raise self._unmixable(
+                f"{' and '.join(unmixed)} cannot differ by token",
+                f"name some of {', '.join(_HALVES)}",
             )
         self.check_fields()
+
+    def _unmixable(self, reason: str, way_out: str) -> ValueError:
+        """Return the error of targets whose additions cannot differ from token to token."""
+        return ValueError(
+            f"adapter.targets.roles={self.targets.roles}: {reason}, and adapter:{self.name} mixes"
+            f" additions for each token: {way_out}, or take adapter:lora"
+        )
 
     def check_fields(self) -> None:
         """Raise a ValueError for invalid values of a member's own fields."""
@@ -169,11 +175,10 @@ class MixedAdapter(Adapter):
         merged = [row for row in targets if row.declaration.is_whole]
         if merged:
             roles = sorted({row.declaration.role for row in merged})
-            raise ValueError(
-                f"adapter.targets.roles={self.targets.roles}: {merged[0].path} is used whole by its"
-                f" layer, and adapter:{self.name} mixes additions for each token: leave"
-                f" {' and '.join(roles)} out, name other matrices with adapter.targets.pattern, or"
-                " take adapter:lora"
+            raise self._unmixable(
+                f"{merged[0].path} is used whole by its layer",
+                f"leave {' and '.join(roles)} out, name other matrices with"
+                " adapter.targets.pattern",
             )
 
     def _factors(self, row: ParameterSpec, is_adapted: list[bool]) -> Made:

@@ -20,6 +20,12 @@ _ONE_STAGE: Final = "set execution.mesh.stage to 1"
 
 ROWS: Final = (
     Row(
+        REARRANGES_ROWS,
+        that("model", "of other mixers", lambda model: len(model.mixers) > 1, "model.layers"),
+        "parallel streams pass through every layer, and model.layers has other mixers than {first}",
+        "set model.attention to the mixer with streams and leave those of model.layers out",
+    ),
+    Row(
         _STAGES,
         is_set("model.loop"),
         "model.loop calls layers again after the last of them, and {first} passes every micro-batch"

@@ -15,7 +15,6 @@ Source: ParScale, arXiv 2505.10475.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import jax
@@ -26,7 +25,7 @@ from jaxtyping import Array, Float
 from jaxmoe.declarations import Declaration, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, MixerBase, require_positive
+from jaxmoe.layers.context import LayerContext, require_positive
 from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
 from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, Stream, TokenInputs
 from jaxmoe.precision import PrecisionPolicy
@@ -61,18 +60,6 @@ class ParallelStreamsConfig(AttentionConfig):
             raise ValueError(f"attention.prefix_length={self.prefix_length} must be 0 or more")
         if not 0.0 <= self.smoothing <= 1.0:
             raise ValueError(f"attention.smoothing={self.smoothing} must be between 0 and 1")
-
-    def check_layers(
-        self, mixers: Sequence[MixerBase], periods: Callable[[], Sequence[Sequence[MixerBase]]]
-    ) -> None:
-        """Refuse layers with other mixers, which know no streams."""
-        del periods
-        if len(mixers) > 1:
-            raise ValueError(
-                "model.layers: parallel streams pass through every layer, and the layers have other"
-                " mixers: set model.attention to the mixer with streams and leave those of"
-                " model.layers out"
-            )
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
         """Return the bytes that a cache holds of one token of one sequence, in all streams.

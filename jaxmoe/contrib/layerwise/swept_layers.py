@@ -47,11 +47,11 @@ class SweptLayersConfig(NextTokenConfig):
     def __post_init__(self):
         if self.weight <= 0.0:
             raise ValueError(
-                f"objective.weight={self.weight} must be above 0; without the term set"
-                " training.objective to next_token"
+                f"training.objective.weight={self.weight} must be above 0; without the term train"
+                " with next_token"
             )
         if self.sweeps < 1:
-            raise ValueError(f"objective.sweeps={self.sweeps} must be at least 1")
+            raise ValueError(f"training.objective.sweeps={self.sweeps} must be at least 1")
 
     def check(self, model: ModelConfig) -> None:
         """Raise if the model cannot be trained with it.

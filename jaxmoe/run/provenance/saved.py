@@ -42,6 +42,7 @@ from jaxmoe.disk import replace_file
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.generation.text import separator_of
 from jaxmoe.json_bounds import read_record
+from jaxmoe.messages import TEXT_FILES
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.config import (
     EvaluationConfig,
@@ -282,7 +283,7 @@ def on_data(
             if not data.takes_tokenizer or tokenizer.is_trained:
                 raise ValueError(
                     f"data:{data.name} is in bytes, and the tokens of this run are those of"
-                    f" {tokenizer}: choose --data.path 'docs/**/*.md', and name the run's"
+                    f" {tokenizer}: choose {TEXT_FILES}, and name the run's"
                     " tokenizer.json with --data.tokenizer.path if it was trained"
                 )
             data = dataclasses.replace(data, tokenizer=tokenizer)

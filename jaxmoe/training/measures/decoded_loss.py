@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig, WholeRowsConfig
+from jaxmoe.messages import TEXT_FILES
 from jaxmoe.models.cache import check_reading, initial_cache
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.transformer import forward
@@ -137,7 +138,7 @@ def make_decoded_loss(
         if batch.segment_ids is not None:
             raise ValueError(
                 "held-out rows hold several documents, and a cache holds one: evaluate"
-                " --cache_pages on text joined end to end, such as --data.path 'docs/**/*.md'"
+                f" --cache_pages on text joined end to end, such as {TEXT_FILES}"
                 " --data.packing concatenate"
             )
         return compiled(params, router_state, batch)
