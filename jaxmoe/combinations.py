@@ -298,7 +298,11 @@ ROWS: Final = (
     ),
     Row(
         _STAGES,
-        trait("execution.dispatcher", "token_route", "with `token_tables`"),
+        that(
+            "execution.dispatcher",
+            "with `token_tables`",
+            lambda dispatcher: dispatcher.traits.token_route is not None,
+        ),
         "{second} with token_tables moves tokens from layer to layer, and {first} passes them on"
         " between stages",
         "leave token_tables out",

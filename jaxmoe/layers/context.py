@@ -78,6 +78,25 @@ class AttentionHeads:
         features = self.num_heads * (self.head_dim + self.value_dim)
         return 6.0 * features * self.positions_seen(length)
 
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer; a row of sums per head is kept in f32.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        number = self.num_heads / shards(ax.ACT_HEADS)
+        keys = 2 * self.num_kv_heads / shards(ax.ACT_KV_HEADS)
+        output = number * self.head_dim * itemsize
+        projected = (number + keys) * self.head_dim * itemsize
+        return MixerActivations(
+            projected=projected,
+            output=output,
+            kept=2 * projected + output + 4 * number,
+            working=_HEAD_ARRAYS * output,
+            named=output + 4 * number,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MixerActivations:
@@ -269,26 +288,6 @@ class AttentionMixer(MixerBase):
             length: Positions of a sequence.
         """
         return self.heads.flops_per_token(length)
-
-    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer; a row of sums per head is kept in f32.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
-        heads = self.heads
-        number = heads.num_heads / shards(ax.ACT_HEADS)
-        keys = 2 * heads.num_kv_heads / shards(ax.ACT_KV_HEADS)
-        output = number * heads.head_dim * itemsize
-        projected = (number + keys) * heads.head_dim * itemsize
-        return MixerActivations(
-            projected=projected,
-            output=output,
-            kept=2 * projected + output + 4 * number,
-            working=_HEAD_ARRAYS * output,
-            named=output + 4 * number,
-        )
 
 
 class RecurrentMixer(MixerBase):

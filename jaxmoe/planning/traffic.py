@@ -296,7 +296,7 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
             is_again = not plan.execution.dispatcher.keeps_rows
             sends = times + is_again * sizes.stack_passes(stack).trained
             yield from _traffic(sizes, "rows", rules.mesh_axes(ax.EXPERTS), sent, sends)
-        if plan.execution.dispatcher.token_route is not None:
+        if plan.execution.dispatcher.traits.token_route is not None:
             moved = sizes.tokens * value
             yield from _traffic(sizes, "shuffle", rules.mesh_axes(ax.EXPERTS), moved, times)
         everyone = sizes.devices(shared) * sizes.tokens

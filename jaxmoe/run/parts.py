@@ -37,7 +37,6 @@ from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.state_tree import shapes_of
 from jaxmoe.training.hooks import Hook
 from jaxmoe.training.loop import Stop, StopReason
-from jaxmoe.training.metrics import StepMetrics
 from jaxmoe.training.state import TrainState
 from sharding.distributed import agree
 
@@ -66,8 +65,6 @@ class RunPart:
     around, hooks   make the step and the hooks of each loop of steps
     begin           just before the first step of each loop
     event           after each step: a reason to end the loop
-    trained         when the metrics of a step have arrived: numbers to log
-    flush           before the state is saved, and at the end: write the records of the steps
     ended           after each loop
     move            before a loop on another mesh
     rows            for the summary
@@ -159,19 +156,6 @@ class RunPart:
     def event(self) -> StopReason | None:
         """Return a reason to end the loop, the same on all processes; each asks at one step."""
         return None
-
-    def step_numbers(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
-        """Return numbers to log with a step; only the first process calls this.
-
-        Args:
-            step: Number of the step.
-            metrics: Its metrics, on the host.
-        """
-        del step, metrics
-        return {}
-
-    def flush(self) -> None:
-        """Write the records of the steps so far, unless another process holds the directory."""
 
     def end(self, step: int, status: str) -> None:
         """Finish what belongs to the loop; its state is still there.

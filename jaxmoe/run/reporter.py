@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -108,14 +108,20 @@ def check_packages(tracking: TrackingConfig) -> None:
 
 @runtime_checkable
 class StepRecorder(Protocol):
-    """What a part of a run does with the metrics of steps (`jaxmoe.run.parts.RunPart`)."""
+    """Records steps by their metrics, on the first process; see `Reporter.add_recorder`."""
 
     def step_numbers(self, step: int, metrics: StepMetrics) -> Mapping[str, float]:
-        """Return numbers to log with a step."""
+        """Return numbers to log with a step.
+
+        Args:
+            step: Number of the step.
+            metrics: Its metrics, on the host.
+        """
         ...
 
     def flush(self) -> None:
-        """Write the records of the steps so far."""
+        """Write the records of the steps so far: before the state is saved, and at the end."""
+        ...
 
 
 class Reporter:
@@ -126,7 +132,6 @@ class Reporter:
         directory: Run directory.
         assembly: Plan and data of the run, for the schedule and the units.
         first_step: Number of steps already done; records of later ones are dropped.
-        parts: Parts of the run, which record steps too.
 
     Raises:
         MissingPackageError: The package of a tracker is not installed.
@@ -139,14 +144,13 @@ class Reporter:
         directory: RunDirectory,
         assembly: Assembly,
         first_step: int,
-        parts: Sequence[StepRecorder] = (),
     ):
         plan = assembly.plan
         training = assembly.plan.config.training
         self._name = name
         self._directory = directory
         self._assembly = assembly
-        self._parts = parts
+        self._recorders: list[StepRecorder] = []
         self.skipped = 0
         """Number of steps refused by the guard in this start."""
         self._has_explained = False
@@ -192,6 +196,15 @@ class Reporter:
         self.close()
         self._open(step)
 
+    def add_recorder(self, recorder: StepRecorder) -> None:
+        """Let a part of the run record steps too, from its `begin` on.
+
+        Args:
+            recorder: The part; further calls with it do nothing.
+        """
+        if recorder not in self._recorders:
+            self._recorders.append(recorder)
+
     def on_mesh(self, assembly: Assembly) -> None:
         """Go on with the devices of another mesh, from which the mean speed is counted again.
 
@@ -224,8 +237,8 @@ class Reporter:
                     values[MFU] = mfu
             self.skipped += bool(metrics.is_skipped)
             if self._loads is not None:
-                for part in self._parts:
-                    values |= part.step_numbers(step, metrics)
+                for recorder in self._recorders:
+                    values |= recorder.step_numbers(step, metrics)
             self.last.update(values)
             if self._loads is not None and metrics.load is not None:
                 load = np.asarray(metrics.load)
@@ -287,8 +300,8 @@ class Reporter:
         """Write the records of the steps so far; called before they are saved."""
         if self._loads is not None:
             self._loads.save()
-            for part in self._parts:
-                part.flush()
+            for recorder in self._recorders:
+                recorder.flush()
 
     def abandon(self) -> None:
         """Close without writing to files that another process holds by now."""

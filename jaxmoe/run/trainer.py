@@ -176,9 +176,7 @@ class Trainer:
         """Open the files of the metrics, compile the step, and wait for the other processes."""
         start = self._start
         with configuration_errors(), self._directory.usable():
-            reporter = Reporter(
-                self._name, self._directory, start.assembly, start.step, self._parts
-            )
+            reporter = Reporter(self._name, self._directory, start.assembly, start.step)
             self._watches = Watches(
                 self._directory,
                 start.assembly,

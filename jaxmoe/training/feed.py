@@ -39,7 +39,6 @@ class Feed:
     session    around all steps of a loop
     batches    once in each loop; a loop after a rollback or on another mesh begins anew
     train      for each batch
-    after      for each step, before its hooks
     """
 
     def check(self) -> None:
@@ -81,14 +80,6 @@ class Feed:
             EndRunError: There is no such batch, and the run ends in order.
         """
         return step_function(state, batch)
-
-    def after(self, step: int, metrics: StepMetrics) -> None:
-        """Note that a step was dispatched.
-
-        Args:
-            step: Number of the step, from 1.
-            metrics: Its metrics, on the devices; reading them waits for the step.
-        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,7 +207,6 @@ class Loop:
             self.status = cast(Status, error.status)
             return None
         self.step = step
-        self._feed.after(step, metrics)
         return metrics
 
     def _run_hooks(self, hooks: Sequence[Hook]) -> Status | None:

@@ -31,7 +31,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
-from sharding.expert_parallel.dispatcher import Dispatcher
+from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.transport import (
     Transport,
     TransportChoice,
@@ -69,9 +69,10 @@ class AllToAllConfig(Dispatcher):
         return self.num_chunks
 
     @property
-    def token_route(self) -> tuple[str, str] | None:
-        """The member `tables` and its file, if there is one."""
-        return None if self.token_tables is None else ("tables", self.token_tables)
+    def traits(self) -> DispatcherTraits:
+        """Each device computes its own experts; with tables tokens first move."""
+        route = None if self.token_tables is None else ("tables", self.token_tables)
+        return DispatcherTraits(token_route=route)
 
     @property
     def keeps_rows(self) -> bool:

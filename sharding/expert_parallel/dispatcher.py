@@ -26,6 +26,8 @@ class DispatcherTraits:
     """Devices compute experts of other devices, whose weights are sent as they are stored."""
     has_bound: bool = False
     """Rows beyond a number that follows from those of a dispatch are dropped."""
+    token_route: tuple[str, str] | None = None
+    """Member of `TokenRoute` by which tokens first move, and its argument; None: they stay."""
 
 
 class Dispatcher(abc.ABC):
@@ -35,8 +37,11 @@ class Dispatcher(abc.ABC):
 
     name: ClassVar[str]
     """Name in configs and flags."""
-    traits: ClassVar[DispatcherTraits] = DispatcherTraits()
-    """Properties of the dispatcher."""
+
+    @property
+    def traits(self) -> DispatcherTraits:
+        """Properties of the dispatcher."""
+        return DispatcherTraits()
 
     @property
     def chunks(self) -> int:
@@ -71,11 +76,6 @@ class Dispatcher(abc.ABC):
                 f"{where} must divide the tokens of a device ({num_tokens}): choose a divisor, 1"
                 " for all at once"
             )
-
-    @property
-    def token_route(self) -> tuple[str, str] | None:
-        """Member of `TokenRoute` by which tokens first move, and its argument; None: they stay."""
-        return None
 
     @abc.abstractmethod
     def dispatch(self, outgoing: Outgoing) -> Dispatched:

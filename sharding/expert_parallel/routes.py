@@ -8,8 +8,8 @@
       measures(...)                            further statistics of the layer
       carried(...)                             what `moves` of the next MoE layer reads
 
-A dispatcher names the member and its argument (`Dispatcher.token_route`). Tokens are routed where
-they are, before they move.
+A dispatcher names the member and its argument (`DispatcherTraits.token_route`). Tokens are routed
+where they are, before they move.
 """
 
 from __future__ import annotations

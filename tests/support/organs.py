@@ -15,8 +15,6 @@ REASONS: Final[dict[str, str]] = {
     " layers",
     "AttentionConfig.value_dim": "layers and plans ask any attention for the width of its values;"
     " values are as wide as keys in all but one published model with heads of their own",
-    "AttentionMixer.activations": "plans ask any mixer; gates of features are of one, as large"
-    " as its queries",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
     " cache, which may change the loss and is therefore no field",
     "GateBase.scales_input": "the layer asks any gate what it multiplies; a gate that is the score"
@@ -35,14 +33,11 @@ REASONS: Final[dict[str, str]] = {
     "TopKConfig.is_over_chosen": "an option of softmax scores, which the one `score` of the family"
     " passes on",
     # Devices.
-    "Dispatcher.token_route": "the layer asks any dispatcher whether tokens move first; only one"
-    " that sends rows can have tables of where",
     "SequenceForm.reads": "a layer hands a form the scalars of a micro-batch that it names; packing"
     " by level is laid out by one",
     "SequenceParallelism.mesh_fold": "the execution asks any choice for its mesh; rings of each"
     " level need mesh.seq cut in two, again and again",
     # Training.
-    "Feed.after": "the contract of a feed: rollouts log what they measured of a step",
     "Feed.check": "a feed may need an engine, and refuses before the run directory is taken",
     "Feed.session": "rollouts keep an engine open between the steps of a loop; data need nothing",
     "Feed.train": "rollouts draw, score and take several updates, where data take one",
@@ -63,13 +58,10 @@ REASONS: Final[dict[str, str]] = {
     "StepPart.reads_row_losses": "backpropagation keeps the losses of rows only where a part reads"
     " them",
     # Runs.
-    "RunPart.flush": "records of steps are written before the state that a restart goes on from",
     "RunPart.join": "a site compiles first and joins the others last, when nothing can fail any"
     " more",
     "RunPart.move": "the trainer hands over the arrays of a state one by one, so that no device"
     " holds two; resizing takes them",
-    "RunPart.step_numbers": "numbers that are logged with those of the step, from its metrics on"
-    " the host",
     # Capabilities.
     "Adapter.backward": "ReMix's router learns from several passes over each row, which only what"
     " differentiates a step can make; it asks any adapter",

@@ -293,15 +293,10 @@ class RolloutFeed(Feed):
             )
             yield
 
-    def after(self, step: int, metrics: StepMetrics) -> None:
-        """Log the measures of the answers of a step."""
-        del metrics
-        self._log(step, self._measures)
-
     def train(
         self, step_function: StepFunction, state: TrainState, batch: Batch
     ) -> tuple[TrainState, StepMetrics]:
-        """Draw answers and train on them.
+        """Draw answers, train on them, and log their measures.
 
         Args:
             step_function: Training step.
@@ -328,7 +323,7 @@ class RolloutFeed(Feed):
         times = {ROLLOUT_SECONDS: drawn - start_time, TRAIN_SECONDS: time.perf_counter() - drawn}
         measures |= _measures(samples) | sent | times
         measures |= {STALE: float(stale), DROPPED: counts.dropped, AHEAD: counts.waiting}
-        self._measures = measures
+        self._log(number + 1, measures)
         return state, metrics
 
     def _draw(self, state: TrainState, steps: range) -> dict[str, float]:

@@ -22,6 +22,7 @@ from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import RunPart
+from jaxmoe.run.restore import StartingPoint
 from jaxmoe.run.supervision import Supervision, Watches
 from jaxmoe.tracking.history import read_history
 from jaxmoe.training.metrics import StepMetrics
@@ -48,7 +49,8 @@ class Telemetry(RunPart):
 
     def begin(self, assembly: Assembly, step: int, state: TrainState, watches: Watches) -> None:
         """Open the records of the steps up to this one, unless they are open."""
-        del assembly, state, watches
+        del assembly, state
+        watches.reporter.add_recorder(self)
         if jax.process_index() == 0 and self._indicators is None:
             path = self._directory.path
             self._indicators = IndicatorRecorder(path / INDICATORS, step)
@@ -68,8 +70,9 @@ class Telemetry(RunPart):
             if recorder is not None:
                 recorder.save()
 
-    def go_back(self) -> None:
+    def restore(self, start: StartingPoint) -> None:
         """Write the records and open them anew with the next loop, without those of later steps."""
+        del start
         self.flush()
         self._indicators = self._congestion = None
 

@@ -167,7 +167,7 @@ class AttentionConfig(AttentionMixer):
             shards: Function from a logical axis to the devices that split it.
             itemsize: Bytes per value in the compute dtype.
         """
-        arrays = AttentionMixer.activations(self, shards, itemsize=itemsize)
+        arrays = self.heads.activations(shards, itemsize=itemsize)
         if self.extras.gate_form == "head":
             return arrays
         gates = 4 * self.num_heads * self.value_dim / shards(ax.ACT_HEADS)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from jaxtyping import Array, Float
 from jaxmoe.declarations import Declaration, Role, declare
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import AttentionMixer, LayerContext, require_positive
+from jaxmoe.layers.context import AttentionMixer, LayerContext, MixerActivations, require_positive
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
@@ -75,6 +76,15 @@ class LatentCacheMixer(AttentionMixer):
     @abc.abstractmethod
     def cache_dim(self) -> int:
         """Values that a cache holds of one token."""
+
+    def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
+        """Return the arrays of one layer.
+
+        Args:
+            shards: Function from a logical axis to the devices that split it.
+            itemsize: Bytes per value in the compute dtype.
+        """
+        return self.heads.activations(shards, itemsize=itemsize)
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
         """Return the bytes that a cache holds of one token of one sequence.

@@ -249,9 +249,9 @@ def token_route(dispatcher: Dispatcher) -> TokenRoute | None:
     Args:
         dispatcher: The dispatcher.
     """
-    if dispatcher.token_route is None:
+    if dispatcher.traits.token_route is None:
         return None
-    name, argument = dispatcher.token_route
+    name, argument = dispatcher.traits.token_route
     return choice("token_route", name)(argument)
 
 

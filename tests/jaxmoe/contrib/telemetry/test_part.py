@@ -18,6 +18,7 @@ from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.parts import make_parts
 from jaxmoe.run.reporter import Reporter
+from jaxmoe.run.restore import StartingPoint
 from jaxmoe.run.supervision import Watches, library_supervision
 from jaxmoe.tracking import read_metrics
 from jaxmoe.tracking.history import read_history
@@ -56,9 +57,10 @@ def _telemetry(assembly, directory):
     return [part for part in parts if isinstance(part, Telemetry)]
 
 
-def _begin(part, assembly, step):
+def _begin(part, assembly, step, reporter):
     """Open the records after a number of steps; the part reads neither state nor comparisons."""
     state, watches = (mock.create_autospec(kind, instance=True) for kind in (TrainState, Watches))
+    watches.reporter = reporter
     part.begin(assembly, step, state, watches)
 
 
@@ -73,8 +75,8 @@ def _detailed(assembly):
 def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
     directory = RunDirectory(tmp_path)
     (part,) = _telemetry(_detailed(assembly), directory)
-    reporter = Reporter("r", directory, assembly, 0, (part,))
-    _begin(part, assembly, 0)
+    reporter = Reporter("r", directory, assembly, 0)
+    _begin(part, assembly, 0, reporter)
     given = report(1, 20, 1.0)
     layers = {"router_z": np.array([np.nan, 2.0, 4.0]), "head_z": np.array([9.0])}
     load, quality = np.array([[0.4, 0.3, 0.2, 0.1]]), np.log([[0.4, 0.3, 0.2, 0.1]])
@@ -95,13 +97,36 @@ def test_detailed_runs_keep_their_indicators(assembly, tmp_path):
     assert set(said) == {"router_z", "head_z"} and said["head_z"].startswith("bounded: peak 9")
 
 
+def test_a_run_that_goes_back_records_each_step_once(assembly, tmp_path):
+    directory = RunDirectory(tmp_path)
+    (part,) = _telemetry(_detailed(assembly), directory)
+    reporter = Reporter("r", directory, assembly, 0)
+
+    def log(first, last):
+        steps = report(first, last, 1.0)
+        measures = {"indicators": {"router_z": np.array([float(first)])}}
+        metrics = (dataclasses.replace(m, measures=measures) for m in steps.metrics)
+        reporter.log_steps(dataclasses.replace(steps, metrics=tuple(metrics)))
+
+    _begin(part, assembly, 0, reporter)
+    log(1, 20)
+    part.restore(mock.create_autospec(StartingPoint, instance=True))
+    reporter.go_back(10)
+    _begin(part, assembly, 10, reporter)
+    log(11, 20)
+    reporter.close()
+    steps, series = read_history(directory.path / INDICATORS)
+    assert steps.tolist() == list(range(1, 21))
+    assert series["router_z"][:, 0].tolist() == [1.0] * 10 + [11.0] * 10
+
+
 def test_brief_runs_have_no_such_file(assembly, tmp_path):
     directory = RunDirectory(tmp_path)
     assert _telemetry(assembly, directory) == [] and judge_indicators(directory) == {}
     (directory.path / INDICATORS).write_bytes(b"records of an earlier start")
     (part,) = _telemetry(assembly, directory)
-    _begin(part, assembly, 2)
-    reporter = Reporter("r", directory, assembly, 2, (part,))
+    reporter = Reporter("r", directory, assembly, 2)
+    _begin(part, assembly, 2, reporter)
     reporter.log_steps(report(3, 4, 1.0))
     reporter.close()
     assert not (directory.path / CONGESTION).exists() and "stability" not in part.rows()
