@@ -210,14 +210,14 @@ class StoredArray:
         self._store: Any = None
 
     def __getitem__(self, layer: int) -> np.ndarray:
-        return np.asarray(self._opened()[layer].read().result())
+        return np.asarray(self._file()[layer].read().result())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # every read makes a new array
-        values = np.asarray(self._opened().read().result())
+        values = np.asarray(self._file().read().result())
         return values if dtype is None else values.astype(dtype)
 
-    def _opened(self) -> Any:
+    def _file(self) -> Any:
         if self._store is None:
             settings = json.loads((self._state / "_METADATA").read_text(encoding="utf-8"))
             is_third = bool(settings.get("use_zarr3"))

@@ -150,7 +150,7 @@ class StreamAttention(Attention):
             queries = (*rows, ax.ACT_HEADS, None)
             sums = (rows[0], ax.ACT_HEADS, rows[1])
             region = placement.region(
-                self._merged,
+                self._merge_learned,
                 in_axes=(queries, queries, sums, learned, learned),
                 out_axes=(queries, sums),
             )
@@ -169,7 +169,7 @@ class StreamAttention(Attention):
         )
         return declare(self, name, declaration)
 
-    def _merged(self, q, out, lse, k, v, *, batch_axes) -> tuple[Array, Array]:
+    def _merge_learned(self, q, out, lse, k, v, *, batch_axes) -> tuple[Array, Array]:
         """Return attention to the tokens and the learned keys, on the rows of one device."""
         del batch_axes
         k, v = (jnp.tile(part, (q.shape[0] // part.shape[0], 1, 1, 1)) for part in (k, v))

@@ -118,7 +118,7 @@ def diffuse(
             f"tokens {tokens.shape} and is_given {is_given.shape} must be one shape, with a key for"
             f" each row: keys {keys.shape}"
         )
-    run = _compiled(model, execution or ExecutionConfig(), budget)
+    run = _compile(model, execution or ExecutionConfig(), budget)
     limits = (sampling or SamplingConfig()).limits(model.vocab_size)
     return run(params, tokens, is_given, router_state, keys, jnp.int32(num_steps), limits)
 
@@ -295,7 +295,7 @@ def _fill(
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(model: ModelConfig, execution: ExecutionConfig, budget: int) -> Any:
+def _compile(model: ModelConfig, execution: ExecutionConfig, budget: int) -> Any:
     """Return the jitted sampler of one model."""
 
     def run(

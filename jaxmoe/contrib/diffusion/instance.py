@@ -85,7 +85,7 @@ class RowsInstance(Instance):
         waiting = (view or self.view(now)).find_waiting(plan.admit)
         for id_ in plan.admit:
             self._admit(waiting[id_], (), now)
-            self._rows[id_] = self._begun(waiting[id_].request)
+            self._rows[id_] = self._begin_row(waiting[id_].request)
         works = tuple(self._row_work(id_) for id_ in plan.singles)
         steps = (EngineStep(singles=works, pieces=()),) if works else ()
         self.flying += steps
@@ -96,7 +96,7 @@ class RowsInstance(Instance):
         self._rows.pop(sequence.id, None)
         return super().end(sequence, reason, message)
 
-    def _begun(self, request: Request) -> _DiffusionRow:
+    def _begin_row(self, request: Request) -> _DiffusionRow:
         prompt = len(request.prompt)
         length = min(prompt + request.sampling.max_tokens, self.facts.max_length)
         tokens = np.zeros(length, np.int32)

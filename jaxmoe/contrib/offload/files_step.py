@@ -197,10 +197,10 @@ class FilesStep:
     def __init__(self, step: Step, files: PartFiles | None):
         self._step = step
         self._files = files
-        self._begin: Any = jax.jit(self._begun)
+        self._begin: Any = jax.jit(self._begin_update)
         self._update = functools.lru_cache(maxsize=None)(self._updater)
-        self._accept = jax.jit(self._accepted, donate_argnums=0)
-        self._refuse = jax.jit(self._refused, donate_argnums=0)
+        self._accept = jax.jit(self._accept_state, donate_argnums=0)
+        self._refuse = jax.jit(self._refuse_state, donate_argnums=0)
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
         """Return the traced program that makes the gradients, which needs most memory."""
@@ -246,7 +246,7 @@ class FilesStep:
             seconds = 0.0
             if prepared.may_update:
                 since = time.perf_counter()
-                params, counters, is_finite = self._updated(running, state, grads, opt_state)
+                params, counters, is_finite = self._update_parts(running, state, grads, opt_state)
                 running.join()
                 seconds = time.perf_counter() - since
                 state, metrics = self._accept(state, prepared, params, counters, is_finite)
@@ -310,7 +310,7 @@ class FilesStep:
             before.delete()  # donated, as all of a state
         return structure.unflatten(leaves)
 
-    def _updated(
+    def _update_parts(
         self, running: Pass, state: TrainState, grads: Any, opt_state: Any
     ) -> tuple[Any, Any, Bool[Array, ""]]:
         """Return parameters and counters after the update, and whether all is finite."""
@@ -342,7 +342,7 @@ class FilesStep:
             params[name] = written
         return params, counters, is_finite
 
-    def _begun(self, state: TrainState, batch: Batch) -> tuple[PreparedUpdate, Any]:
+    def _begin_update(self, state: TrainState, batch: Batch) -> tuple[PreparedUpdate, Any]:
         step = self._step
         gradients = step.begin(state, batch)
         summed = gradients.summed
@@ -395,7 +395,7 @@ class FilesStep:
 
         return jax.jit(program, donate_argnums=0)
 
-    def _accepted(
+    def _accept_state(
         self,
         state: TrainState,
         prepared: PreparedUpdate,
@@ -409,7 +409,7 @@ class FilesStep:
         new = Counters(new=counters, old=state.opt_state, is_finite=is_finite)
         return self._judge(state, prepared, UpdatedParams(None, params, new))
 
-    def _refused(
+    def _refuse_state(
         self, state: TrainState, prepared: PreparedUpdate
     ) -> tuple[TrainState, StepMetrics]:
         same = Counters(new=state.opt_state, old=state.opt_state, is_finite=jnp.ones((), bool))

@@ -166,7 +166,7 @@ class Site(RunPart):
         try:
             start = self._rounds.start(self._between.rounds_before(step))
         except SiteError as error:
-            raise self._ended(error) from error
+            raise self._end_error(error) from error
         if start is not None:
             state = self._place(start)
             step = int(state.step)
@@ -185,7 +185,7 @@ class Site(RunPart):
                 try:
                     state = self._exchange(fragment, state)
                 except SiteError as error:
-                    raise self._ended(error) from error
+                    raise self._end_error(error) from error
             return state, metrics
 
         return step_and_exchange
@@ -204,7 +204,7 @@ class Site(RunPart):
         if now - self._stops >= LAST_WAIT:
             raise StoppedError(f"{reason} while it waited for the others")
 
-    def _ended(self, error: SiteError) -> EndRunError:
+    def _end_error(self, error: SiteError) -> EndRunError:
         """Return the error that ends the run in order."""
         text = f"site {self._config.member}: {error}"
         if not isinstance(error, StoppedError):

@@ -89,7 +89,7 @@ def replay(assembly: Assembly, state: TrainState, dumped: DumpedBatch) -> dict[s
 
     def measure_replay(batch: Batch) -> tuple[float, dict[str, tuple[float, int]]]:
         loss, arrays = jax.device_get(
-            measure(state, global_batch(_own(batch, assembly.mesh), assembly.mesh))
+            measure(state, global_batch(_own_part(batch, assembly.mesh), assembly.mesh))
         )
         return float(loss), {path: (float(n), int(bad)) for path, (n, bad) in arrays.items()}
 
@@ -162,7 +162,7 @@ def _repeat(batch: Batch, place: int) -> Batch:
     return jax.tree.map(lambda array: np.repeat(array[place][None], len(array), 0), batch)
 
 
-def _own(batch: Batch, mesh: Mesh) -> Batch:
+def _own_part(batch: Batch, mesh: Mesh) -> Batch:
     """Return the part of a batch that this process puts on the devices."""
     index, count = batch_part(mesh)
     return jax.tree.map(lambda array: np.split(array, count)[index], batch)

@@ -159,7 +159,7 @@ class Snapshots(RunPart):
         check = search.continuation.check_own
         restored = store.restore_newest(search.shapes, at_least=newest, check=check)
         if restored is not None:
-            return self._begun(store, search, restored)
+            return self._begin_from(store, search, restored)
         if not self._averages:
             store.keep_only(None)
         return None
@@ -172,14 +172,16 @@ class Snapshots(RunPart):
         check = search.continuation.check_own
         restored = store.restore_newest(state, check=check)
         if restored is not None:
-            return self._begun(store, search, restored)
+            return self._begin_from(store, search, restored)
         shared = pathlib.Path(search.checkpoints.directory).with_name("snapshots")
         table = search.assembly.plan.table
         averaged = restore_averaged_snapshot(store, shared, state, table, check)
         store.keep_only(None)
         return None if averaged is None else begun_with(search, averaged)
 
-    def _begun(self, store: SnapshotStore, search: Search, restored: Restored) -> StartingPoint:
+    def _begin_from(
+        self, store: SnapshotStore, search: Search, restored: Restored
+    ) -> StartingPoint:
         """Return the state of a snapshot, and keep no other."""
         self._restored = restored.step
         store.keep_only(restored.step)

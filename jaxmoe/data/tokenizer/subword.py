@@ -234,7 +234,7 @@ class SubwordTokenizer:
         name = self._bpe.id_to_token(token)
         if name is None or token in self._silent:
             return b""
-        if "ByteLevel" in self._decoders and token not in self._added:
+        if "ByteLevel" in self._decoders and token not in self._added_tokens:
             byte_values = [BYTE_OF.get(character) for character in name]
             if None not in byte_values:
                 return bytes(byte for byte in byte_values if byte is not None)
@@ -247,7 +247,7 @@ class SubwordTokenizer:
         return behind[len(text) :].encode() if behind.startswith(text) else alone
 
     @functools.cached_property
-    def _added(self) -> Mapping[int, Any]:
+    def _added_tokens(self) -> Mapping[int, Any]:
         """Tokens beside the vocabulary, which are text as they stand, by id."""
         return self._bpe.get_added_tokens_decoder()
 
@@ -255,7 +255,7 @@ class SubwordTokenizer:
     def _silent(self) -> frozenset[int | None]:
         """Ids that decode to nothing."""
         return frozenset(
-            {self.separator, *(i for i, token in self._added.items() if token.special)}
+            {self.separator, *(i for i, token in self._added_tokens.items() if token.special)}
         )
 
     @functools.cached_property

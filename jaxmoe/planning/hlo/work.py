@@ -170,8 +170,8 @@ class ProgramWalk:
         if _ends_collective(inner):
             return 0
         results = elements_of(fusion.shape)
-        read_bytes = _own(fusion, "operand", operands)
-        written = _own(fusion, "output_tuple", results)
+        read_bytes = _own_rows(fusion, "operand", operands)
+        written = _own_rows(fusion, "output_tuple", results)
         read = sum(
             min(memory_bytes_of(operands[index]), self.taken_of_parameter(name, index))
             for index in read_bytes
@@ -303,7 +303,7 @@ def _behind(instruction: Instruction, computation: Computation) -> Instruction:
     return instruction
 
 
-def _own(fusion: Instruction, name: str, shapes: list[str]) -> range:
+def _own_rows(fusion: Instruction, name: str, shapes: list[str]) -> range:
     """Return the numbers of operands or results that are no part of a collective in flight."""
     if "continuation_config" not in fusion.attributes:
         return range(len(shapes))

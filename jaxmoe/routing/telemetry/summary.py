@@ -84,13 +84,13 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         "router_entropy": (statistics.entropy_sum / tokens).mean() / log_experts,
         "dropped_fraction": dropped_fraction(statistics).mean(),
         "dead_fraction": jnp.mean(statistics.counts == 0.0, dtype=jnp.float32),
-        **_added(statistics),
+        **_sums(statistics),
         **_local_activation(statistics),
         **_replay(statistics),
     }
 
 
-def _added(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
+def _sums(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     """Return the share of the assignments that were added; empty if a capacity adds none."""
     if ADDED not in statistics.extra:
         return {}

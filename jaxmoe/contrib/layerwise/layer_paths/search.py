@@ -128,11 +128,11 @@ class PathSearch:
         return min(allowed, key=lambda path: (self.losses[path] + price * sum(path), path))
 
     def _node(self, path: Path) -> _Node:
-        actions = self._changed(path)
+        actions = self._changes(path)
         order = self._rng.permutation(len(actions))
         return _Node(path, [actions[i] for i in order])
 
-    def _changed(self, path: Path) -> list[Path]:
+    def _changes(self, path: Path) -> list[Path]:
         """Return the paths with one more change, within the budget."""
         changes = [(place, (choice,)) for place in range(len(path)) for choice in (SKIP, REPEAT)]
         changes += [(place, (SKIP, SKIP)) for place in range(len(path) - 1)]

@@ -80,18 +80,18 @@ class BetweenJobs:
 
     def like(self, fragment: Fragment, state: TrainState) -> Any:
         """Return the shapes of a message."""
-        message, _ = jax.eval_shape(partial(self._encoded, fragment), state)
+        message, _ = jax.eval_shape(partial(self._encode_fragment, fragment), state)
         return message
 
     @cached_property
     def _encode(self) -> list[Any]:
-        return [jax.jit(partial(self._encoded, part)) for part in self._training.fragments]
+        return [jax.jit(partial(self._encode_fragment, part)) for part in self._training.fragments]
 
     @cached_property
     def _merge(self) -> list[Any]:
-        return [jax.jit(partial(self._merged, part)) for part in self._training.fragments]
+        return [jax.jit(partial(self._merge_stacked, part)) for part in self._training.fragments]
 
-    def _encoded(self, fragment: Fragment, state: TrainState) -> tuple[Any, TrainState]:
+    def _encode_fragment(self, fragment: Fragment, state: TrainState) -> tuple[Any, TrainState]:
         training = self._training
         local = local_of(state)
         number = fragment.number
@@ -125,7 +125,7 @@ class BetweenJobs:
         state = replace(state, skipped=jnp.sum(local.skipped))
         return message, with_local(state, replace(local, talks=talks, past=past))
 
-    def _merged(self, fragment: Fragment, state: TrainState, stacked: Any) -> TrainState:
+    def _merge_stacked(self, fragment: Fragment, state: TrainState, stacked: Any) -> TrainState:
         training = self._training
         slow = fragment.take(flat(state.params))
         members = {leaf.shape[0] for leaf in jax.tree.leaves(stacked)}.pop()

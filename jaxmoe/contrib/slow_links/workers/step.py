@@ -143,15 +143,15 @@ class ForeignRows(StepPart):
         """Return the gradients with zeros in the rows of other workers."""
         del step, state, batch
         summed = gradients.summed
-        grads = self._own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
+        grads = self._keep_own(summed.grads, jax.tree.map(jnp.zeros_like, summed.grads))
         return gradients._replace(summed=replace(summed, grads=grads))
 
     def settle(self, step: Step, before: TrainState, after: TrainState) -> TrainState:
         """Return the training state with the rows of other workers as they were."""
         del step
-        return replace(after, params=self._own(after.params, before.params))
+        return replace(after, params=self._keep_own(after.params, before.params))
 
-    def _own(self, tree: Any, otherwise: Any) -> Any:
+    def _keep_own(self, tree: Any, otherwise: Any) -> Any:
         arrays = flat(tree)
         other_arrays = flat(otherwise)
         training = self.training

@@ -228,7 +228,7 @@ class MoELayer(nn.Module):
             router=params,
             weights=factors,
             constants=free,
-            coupled=_merged(weights) if self.train and of_weights(self.moe.balancers) else {},
+            coupled=_merge(weights) if self.train and of_weights(self.moe.balancers) else {},
             routing=dataclasses.replace(routing, carry=carry, mix=None),
         )
         routing_axes: dict[str, Any] = {
@@ -262,7 +262,7 @@ class MoELayer(nn.Module):
         return encoded_axes(axes, product)
 
 
-def _merged(weights: dict[str, Any]) -> dict[str, Any]:
+def _merge(weights: dict[str, Any]) -> dict[str, Any]:
     """Return the weights with the additions of adapters in them."""
     return {
         name: weight.merge() if isinstance(weight, LowRank) else weight
