@@ -8,11 +8,12 @@ The record of a trial is a line of trials.jsonl, on disk before the next trial b
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,25 @@ from jaxmoe.run.config import TrainingConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 
+logger = logging.getLogger(__name__)
+
 Record = dict[str, Any]
+
+TRIAL_ERRORS: Final = (ValueError, TypeError, ArithmeticError, RuntimeError)
+"""Errors that end one trial of a study; the last three are JAX's."""
+
+
+def error_record(name: str, error: Exception) -> Record:
+    """Return status and reason of a trial that an error has ended.
+
+    Args:
+        name: Name of the trial.
+        error: One of `TRIAL_ERRORS`, while it is handled.
+    """
+    if isinstance(error, ValueError):
+        return {"status": "refused", "reason": str(error)}
+    logger.debug("%s failed", name, exc_info=True)
+    return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
 
 
 def train(

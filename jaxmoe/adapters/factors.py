@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flax import traverse_util
 
@@ -102,6 +102,35 @@ class MatrixFactorsConfig(FactorsConfig):
         """
 
 
+class MatrixParts(NamedTuple):
+    """Where the matrices of a parameter have their inputs and outputs."""
+
+    inputs: int
+    """Dimensions of the inputs."""
+    outputs: int
+    """Dimensions of the outputs."""
+    batch: int
+    """Dimensions before both, which count matrices."""
+    first: slice
+    """Dimensions up to the last input."""
+    last: slice
+    """Dimensions of the outputs."""
+
+
+def matrix_parts(declaration: Declaration) -> MatrixParts:
+    """Return the parts of the matrices of a parameter.
+
+    Args:
+        declaration: A parameter with matrices.
+    """
+    assert declaration.matrix is not None  # targets are matrices
+    inputs, outputs = (len(dims) for dims in declaration.matrix)
+    batch = len(declaration.shape) - inputs - outputs
+    return MatrixParts(
+        inputs, outputs, batch, slice(0, batch + inputs), slice(batch + inputs, None)
+    )
+
+
 def factor_rows(
     row: ParameterSpec,
     rank: int,
@@ -122,11 +151,7 @@ def factor_rows(
         up_init: Initial values of `:up`.
     """
     declaration = row.declaration
-    assert declaration.matrix is not None  # targets are matrices
-    inputs, outputs = (len(dims) for dims in declaration.matrix)
-    batch = len(declaration.shape) - inputs - outputs
-    first = slice(0, batch + inputs)
-    last = slice(batch + inputs, None)
+    inputs, outputs, batch, first, last = matrix_parts(declaration)
     down = Declaration(
         shape=(*declaration.shape[first], rank),
         axes=(*declaration.axes[first], ax.RANK),

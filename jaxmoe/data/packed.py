@@ -26,7 +26,7 @@ from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import Row, Split
 from jaxmoe.data.store import DocumentSet, Store
 from jaxmoe.data.subset import Subset
-from jaxmoe.data.text_only import encode_document
+from jaxmoe.data.text_only import TokenizerText, encode_document
 from jaxmoe.data.tokenizer import Tokenizer
 from pallas_kernels.array_types import Int, Shaped
 
@@ -154,7 +154,7 @@ class WeightCounts:
         return ", ".join(parts)
 
 
-class PackedSource:
+class PackedSource(TokenizerText):
     """Documents of one tokenizer, packed into rows.
 
     Args:
@@ -335,14 +335,6 @@ class PackedSource:
     def encode(self, text: str) -> Int[np.ndarray, " S"]:
         """Return the ids of a text, after the id that begins every document."""
         return encode_document(self.tokenizer, text)
-
-    def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""
-        return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
-
-    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text; see `jaxmoe.data.source.token_bytes`."""
-        return self.tokenizer.token_bytes(token, is_first=is_first)
 
     def _pack(self, split: Split, sequence_length: int) -> BestFit | Concatenated:
         documents = self.documents[split]

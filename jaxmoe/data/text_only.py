@@ -36,8 +36,24 @@ def encode_document(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " S"]:
     return np.concatenate([np.array([tokenizer.begin], np.int32), ids])
 
 
+class TokenizerText:
+    """Base class of sources with a tokenizer: texts of tokens."""
+
+    __slots__ = ()
+
+    tokenizer: Tokenizer
+
+    def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
+        """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""
+        return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text; see `jaxmoe.data.source.token_bytes`."""
+        return self.tokenizer.token_bytes(token, is_first=is_first)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class TextOnly:
+class TextOnly(TokenizerText):
     """A tokenizer in the place of a source of documents."""
 
     tokenizer: Tokenizer
@@ -86,14 +102,6 @@ class TextOnly:
         if self.is_imported:
             return self.tokenizer.encode_prompt(text).astype(np.int32)
         return encode_document(self.tokenizer, text)
-
-    def decode(self, tokens: Int[np.ndarray, " S"]) -> str:
-        """Return the text of the tokens; invalid UTF-8 becomes U+FFFD."""
-        return self.tokenizer.decode(np.asarray(tokens)).decode("utf-8", errors="replace")
-
-    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text; see `jaxmoe.data.source.token_bytes`."""
-        return self.tokenizer.token_bytes(token, is_first=is_first)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -272,6 +272,30 @@ def ring_axis(sizes: Mapping[str, int], form: SequenceForm) -> str:
     return cut[0]
 
 
+class RingForm(SequenceForm):
+    """Base class of the forms whose arrays travel around a ring, inside one kernel."""
+
+    __slots__ = ()
+
+    def check_pieces(self, sizes: Mapping[str, int]) -> None:
+        """Check that no fold cuts mesh.seq.
+
+        Raises:
+            ValueError: One does.
+        """
+        ring_axis(sizes, self)
+
+    def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
+        """Yield nothing: what travels, travels in the kernel."""
+        del sizes
+        return iter(())
+
+    def num_repeated(self, sizes: AttentionSizes) -> int:
+        """Return 0."""
+        del sizes
+        return 0
+
+
 class HeldAttention(NamedTuple):
     """What a device holds of the attention over sharded sequences."""
 

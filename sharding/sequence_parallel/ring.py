@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jaxtyping import Array
@@ -20,13 +20,13 @@ from pallas_kernels.ring_attention.api import Directions, Transport
 from pallas_kernels.ring_attention.schedule import Form, make_schedule
 from pallas_kernels.sequence_layout import SequenceLayout
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, ring_axis
+from sharding.sequence_parallel.form import HeldAttention, RingForm, RingMessage
 from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.sizes import AttentionSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RingConfig(SequenceForm):
+class RingConfig(RingForm):
     """Keys and values travel."""
 
     name: ClassVar[str] = "ring"
@@ -39,14 +39,6 @@ class RingConfig(SequenceForm):
     bandwidth in both directions at once."""
     transport: Transport = "ppermute"
     """How keys and values travel: XLA's collectives; or messages of a Pallas kernel, on a TPU."""
-
-    def check_pieces(self, sizes: Mapping[str, int]) -> None:
-        """Check that no fold cuts mesh.seq.
-
-        Raises:
-            ValueError: One does.
-        """
-        ring_axis(sizes, self)
 
     def check_heads(self, sizes: AttentionSizes) -> None:
         """Check that both directions have as many key heads, and the same way to go.
@@ -84,16 +76,6 @@ class RingConfig(SequenceForm):
         arguments = ring_arguments(self, inputs, axis)
         result = ring_attention(*inputs[:3], directions=self.directions, **arguments)
         return out_and_sums(result, inputs)
-
-    def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
-        """Yield nothing: keys and values travel in the kernel."""
-        del sizes
-        return iter(())
-
-    def num_repeated(self, sizes: AttentionSizes) -> int:
-        """Return 0."""
-        del sizes
-        return 0
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         form, reach = self._schedule_form(sizes)

@@ -9,7 +9,7 @@ many key heads as query heads, on links with full bandwidth in both directions a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import ClassVar
 
 from jaxtyping import Array
@@ -19,14 +19,14 @@ from pallas_kernels.ring.step import Transport
 from pallas_kernels.sequence_layout import SequenceLayout
 from pallas_kernels.token_ring_attention.schedule import Form, TokenRingSchedule, Visits
 from sharding.sequence_parallel.all_gather import observe_gathered
-from sharding.sequence_parallel.form import HeldAttention, RingMessage, SequenceForm, ring_axis
+from sharding.sequence_parallel.form import HeldAttention, RingForm, RingMessage
 from sharding.sequence_parallel.local_attention import Seen
 from sharding.sequence_parallel.ring import out_and_sums, ring_arguments
 from sharding.sequence_parallel.sizes import AttentionSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRingConfig(SequenceForm):
+class TokenRingConfig(RingForm):
     """Queries travel one way, their results the other."""
 
     name: ClassVar[str] = "token_ring"
@@ -41,30 +41,12 @@ class TokenRingConfig(SequenceForm):
     """How queries and results travel: XLA's collectives; or messages of a Pallas kernel, on a
     TPU."""
 
-    def check_pieces(self, sizes: Mapping[str, int]) -> None:
-        """Check that no fold cuts mesh.seq.
-
-        Raises:
-            ValueError: One does.
-        """
-        ring_axis(sizes, self)
-
     def attend(self, inputs: HeldAttention) -> tuple[Array, Seen]:
         """Return attention of the queries held here, which visit every device."""
         arguments = ring_arguments(self, inputs, inputs.cut.ring_axis(self))
         result = token_ring_attention(*inputs[:3], form=self.form, **arguments)
         out, sums = out_and_sums(result, inputs)
         return out, observe_gathered(inputs, self) | sums
-
-    def repeated_messages(self, sizes: AttentionSizes) -> Iterator[RingMessage]:
-        """Yield nothing: queries and results travel in the kernel."""
-        del sizes
-        return iter(())
-
-    def num_repeated(self, sizes: AttentionSizes) -> int:
-        """Return 0."""
-        del sizes
-        return 0
 
     def _messages(self, sizes: AttentionSizes, is_backward: bool) -> Iterator[RingMessage]:
         visits: Visits = "every"

@@ -15,7 +15,6 @@ A trial that cannot finish is a record with a status and a reason, and the next 
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from typing import Any
 
@@ -32,7 +31,7 @@ from experiments.studies.outer.config import (
 from experiments.studies.outer.data import OuterTask, key_of
 from experiments.studies.programs import RARE, ModelPrograms
 from experiments.studies.study import check_stop
-from experiments.studies.trials import Record, finite, has_diverged
+from experiments.studies.trials import TRIAL_ERRORS, Record, error_record, finite, has_diverged
 from jaxmoe.configs import to_json
 from jaxmoe.contrib.slow_links.run_part import sent_per_step, synchronous_bytes
 from jaxmoe.data import Batch
@@ -43,8 +42,6 @@ from jaxmoe.training.evaluate import evaluate
 from jaxmoe.training.metrics import StepMetrics, fetch_metrics
 from jaxmoe.training.state import TrainState, state_around
 from sharding.distributed import global_batch
-
-logger = logging.getLogger(__name__)
 
 
 class MethodPrograms(ModelPrograms):
@@ -131,11 +128,8 @@ def run_trial(config: OuterConfig, name: str, task: OuterTask, stop: StopRequest
         record["replicas"] = replicas_json(config, name)
         with jax.set_mesh(task.mesh):
             _fill(record, config, name, task, stop)
-    except ValueError as error:
-        record |= {"status": "refused", "reason": str(error)}
-    except (TypeError, ArithmeticError, RuntimeError) as error:  # JAX's errors are of these
-        logger.debug("%s failed", name, exc_info=True)
-        record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    except TRIAL_ERRORS as error:
+        record |= error_record(name, error)
     return record | {"seconds": time.perf_counter() - started}
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import pathlib
 import time
 import warnings
@@ -35,7 +34,14 @@ from experiments.bench.measure import in_turns
 from experiments.studies.programs import RARE, StudyPrograms
 from experiments.studies.routers.config import ObjectiveName, RoutersConfig, model_of, objective_of
 from experiments.studies.routers.data import RoutersTask
-from experiments.studies.trials import Record, finite, has_diverged, train
+from experiments.studies.trials import (
+    TRIAL_ERRORS,
+    Record,
+    error_record,
+    finite,
+    has_diverged,
+    train,
+)
 from jaxmoe import training
 from jaxmoe.configs import to_json
 from jaxmoe.data import Batch, normalized_mutual_information
@@ -59,8 +65,6 @@ OBJECTIVES: dict[ObjectiveName, Callable[[], Objective]] = {
 
 _EXECUTION = ExecutionConfig(unroll=2)
 _TIMED_STEPS = 4
-
-logger = logging.getLogger(__name__)
 
 
 class RouterPrograms(StudyPrograms):
@@ -180,11 +184,8 @@ def run_trial(trial: RoutersTrial, stop: StopRequest) -> tuple[Record, RouterPro
         try:
             record["moe"] = moe_json(config, name)
             programs = _fill(record, trial, stop)
-        except ValueError as error:
-            record |= {"status": "refused", "reason": str(error)}
-        except (TypeError, ArithmeticError, RuntimeError) as error:  # JAX's errors are of these
-            logger.debug("%s failed", name, exc_info=True)
-            record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        except TRIAL_ERRORS as error:
+            record |= error_record(name, error)
     said = {str(w.message) for w in caught if issubclass(w.category, RoutingWarning)}
     record |= {"warnings": sorted(said), "seconds": time.perf_counter() - started}
     return record, programs

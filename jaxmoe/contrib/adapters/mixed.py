@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxmoe.adapters.base import Adapter, Layers, TargetsConfig, frozen, layers_of
-from jaxmoe.adapters.factors import TRAINED, own_row
+from jaxmoe.adapters.factors import TRAINED, matrix_parts, own_row
 from jaxmoe.declarations import Declaration, Role
 from jaxmoe.layers.records import Half
 from jaxmoe.layers.view import HalfInputs, Losses
@@ -184,11 +184,7 @@ class MixedAdapter(Adapter):
     def _factors(self, row: ParameterSpec, is_adapted: list[bool]) -> Made:
         """Return the factors of one parameter, and their scale in each layer."""
         declaration = row.declaration
-        assert declaration.matrix is not None  # targets are matrices
-        inputs, outputs = (len(dims) for dims in declaration.matrix)
-        batch = len(declaration.shape) - inputs - outputs
-        first = slice(0, batch + inputs)
-        last = slice(batch + inputs, None)
+        inputs, outputs, batch, first, last = matrix_parts(declaration)
         inner = (self.members, self.rank)
         axes = (ax.RANK, ax.RANK)
         traits = self.factor_traits

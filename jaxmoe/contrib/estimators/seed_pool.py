@@ -27,7 +27,7 @@ from flax import struct
 from jaxtyping import Array, Float, Key
 
 from jaxmoe.contrib.estimators.noise import noise_sum
-from jaxmoe.contrib.estimators.passes import check_forward, gradients_with, prepare, table_of
+from jaxmoe.contrib.estimators.passes import gradients_with, prepare, table_of
 from jaxmoe.contrib.estimators.spsa import (
     DirectionalDescent,
     Ends,
@@ -111,15 +111,6 @@ class SeedPoolConfig(DirectionalDescent):
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
         return StepGradients(weight, gradients_with(grads, pairs), state=_add(sums, drawn, slopes))
-
-    @property
-    def num_passes(self) -> float:
-        """Cost of a step in forward passes."""
-        return 2.0 * self.directions
-
-    def check(self, step: Step) -> None:
-        """Refuse what forward passes of a view cannot compute; see `check_forward`."""
-        check_forward(step)
 
     def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""

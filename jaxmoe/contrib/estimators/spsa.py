@@ -74,6 +74,17 @@ class DirectionalDescent(Gradients):
     clips: ClassVar[Literal["norm", "projection", "nothing"]] = "projection"
     is_backward: ClassVar[bool] = False
     brings: ClassVar[Mapping[str, Any]] = PLAIN_DESCENT
+    directions: int
+    """Random directions per step, each with two forward passes."""
+
+    @property
+    def num_passes(self) -> float:
+        """Cost of a step in forward passes."""
+        return 2.0 * self.directions
+
+    def check(self, step: Step) -> None:
+        """Refuse what forward passes of a view cannot compute; see `check_forward`."""
+        check_forward(step)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,15 +133,6 @@ class SPSAConfig(DirectionalDescent):
         factors = slopes / self.directions
         grads = noise_sum(table_of(step), state.params, keys, factors)
         return StepGradients(weight, gradients_with(grads, pairs))
-
-    @property
-    def num_passes(self) -> float:
-        """Cost of a step in forward passes."""
-        return 2.0 * self.directions
-
-    def check(self, step: Step) -> None:
-        """Refuse what forward passes of a view cannot compute; see `check_forward`."""
-        check_forward(step)
 
     def describe(self, step: Step) -> str:
         """Return the cost of a step in words."""

@@ -47,6 +47,17 @@ class Piece:
         """Shape of the part."""
         return tuple(last - first for first, last in self.index)
 
+    def values(self, buffer: UInt32[np.ndarray, " size"]) -> np.ndarray:
+        """Return the part from the words of its process, without a copy.
+
+        Args:
+            buffer: Words of the process.
+        """
+        dtype = jnp.dtype(self.dtype)
+        size = math.prod(self.shape) * dtype.itemsize
+        data = buffer[self.start : self.stop].view(np.uint8)[:size]
+        return data.view(dtype).reshape(self.shape)
+
 
 def pieces_of(
     state: Any, groups: Sequence[Collection[jax.Device]]
@@ -111,10 +122,7 @@ def place_words(
     by_path = {}
     for pieces, buffer in parts:
         for piece in pieces:
-            dtype = jnp.dtype(piece.dtype)
-            size = math.prod(piece.shape) * dtype.itemsize
-            data = buffer[piece.start : piece.stop].view(np.uint8)[:size]
-            by_path[piece.path, piece.index] = data.view(dtype).reshape(piece.shape)
+            by_path[piece.path, piece.index] = piece.values(buffer)
     arrays = {}
     for path, leaf in leaves_of(target).items():
 

@@ -12,12 +12,10 @@ A process holds its own parts, and the words of one saved process at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
@@ -51,10 +49,7 @@ class Parts:
             buffer: Words of that process.
         """
         for piece in pieces:
-            dtype = jnp.dtype(piece.dtype)
-            size = math.prod(piece.shape) * dtype.itemsize
-            data = buffer[piece.start : piece.stop].view(np.uint8)[:size]
-            data = data.view(dtype).reshape(piece.shape)
+            data = piece.values(buffer)
             for index, part in self._parts[piece.path].items():
                 shared = [
                     (max(target[0], source[0]), min(target[1], source[1]))

@@ -16,12 +16,12 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
 from jaxmoe.data.chat.messages import ANSWER, ConversationError, Message
-from jaxmoe.data.chat.template import ChatPiece, ChatTemplate
+from jaxmoe.data.chat.template import ChatPiece
 from jaxmoe.data.source import TemplateName
 from jaxmoe.data.tokenizer import Tokenizer
 
@@ -37,16 +37,33 @@ _NO_TOOLS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChatML:
-    """Marks of begin and end around each turn."""
+class BuiltInTemplate:
+    """Base class of the templates without variables and tools."""
 
-    name: ClassVar[TemplateName] = "chatml"
+    __slots__ = ()
+
+    name: ClassVar[TemplateName]
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """No further ids."""
         return ()
+
+    def with_variables(self, values: Mapping[str, Any]) -> Self:
+        """Return itself: it has no variables."""
+        del values
+        return self
+
+    def with_tools(self, tools: str) -> NoReturn:
+        """Refuse tools: it writes none."""
+        raise ConversationError(_NO_TOOLS.format(name=self.name))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatML(BuiltInTemplate):
+    """Marks of begin and end around each turn."""
+
+    name: ClassVar[TemplateName] = "chatml"
 
     @property
     def end(self) -> ChatPiece:
@@ -64,15 +81,6 @@ class ChatML:
             yield from (ChatPiece("text", message.content), _END, ChatPiece("text", "\n"))
         if add_generation_prompt:
             yield from (_BEGIN, ChatPiece("text", f"{ANSWER}\n"))
-
-    def with_variables(self, values: Mapping[str, Any]) -> ChatTemplate:
-        """Return itself: it has no variables."""
-        del values
-        return self
-
-    def with_tools(self, tools: str) -> ChatTemplate:
-        """Refuse tools: it writes none."""
-        raise ConversationError(_NO_TOOLS.format(name=self.name))
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return the marks that are not distinct from the same text in a message."""
@@ -94,15 +102,10 @@ class ChatML:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(BuiltInTemplate):
     """The role in words before each turn; the separator after an answer."""
 
     name: ClassVar[TemplateName] = "plain"
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """No further ids."""
-        return ()
 
     @property
     def end(self) -> ChatPiece:
@@ -121,15 +124,6 @@ class Plain:
             yield _SEPARATOR if message.role == ANSWER else ChatPiece("text", "\n\n")
         if add_generation_prompt:
             yield ChatPiece("text", f"{ANSWER.capitalize()}:\n")
-
-    def with_variables(self, values: Mapping[str, Any]) -> ChatTemplate:
-        """Return itself: it has no variables."""
-        del values
-        return self
-
-    def with_tools(self, tools: str) -> ChatTemplate:
-        """Refuse tools: it writes none."""
-        raise ConversationError(_NO_TOOLS.format(name=self.name))
 
     def reserved_texts(self, tokenizer: Tokenizer) -> Sequence[str]:
         """Return nothing: there are no marks but words."""
