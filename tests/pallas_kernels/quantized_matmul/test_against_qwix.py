@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 
 from pallas_kernels import QuantizedArray, dequantize, grouped_matmul, quantize, quantized_matmul
 
 pytestmark = pytest.mark.slow  # qwix takes seconds to import
-qwix = pytest.importorskip("qwix", reason="qwix is not installed: pip install -e .[dev]")
 
 
 @pytest.fixture(autouse=True)
