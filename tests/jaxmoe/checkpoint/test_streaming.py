@@ -90,7 +90,7 @@ def test_stored_layers_are_read_alone(saved):
     for path in STACKED:
         assert arrays[path].shape == ARRAYS[path].shape
         np.testing.assert_array_equal(arrays[path][2], ARRAYS[path][2])
-        chunks = arrays[path]._opened().chunk_layout.read_chunk.shape
+        chunks = arrays[path]._file().chunk_layout.read_chunk.shape
         assert chunks == (1, *ARRAYS[path].shape[1:])
     np.testing.assert_array_equal(np.asarray(arrays["params/head"]), ARRAYS["params/head"])
 
@@ -99,8 +99,8 @@ def test_manager_stores_large_stacks_by_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_LARGE", 100)
     save_checkpoint(tmp_path, nested(), step=1, config={})
     _, arrays = open_stored(tmp_path, 1)
-    assert arrays["params/blocks/w"]._opened().chunk_layout.read_chunk.shape == (1, 5, 7)
-    assert arrays["params/head"]._opened().chunk_layout.read_chunk.shape == (7, 11)
+    assert arrays["params/blocks/w"]._file().chunk_layout.read_chunk.shape == (1, 5, 7)
+    assert arrays["params/head"]._file().chunk_layout.read_chunk.shape == (7, 11)
     np.testing.assert_array_equal(arrays["params/blocks/w"][1], ARRAYS["params/blocks/w"][1])
     leaf = load_checkpoint(tmp_path)["params"]["blocks"]["w"]
     np.testing.assert_array_equal(leaf, ARRAYS["params/blocks/w"])

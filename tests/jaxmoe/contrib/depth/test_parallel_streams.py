@@ -108,7 +108,7 @@ def test_learned_keys_equal_a_softmax_over_all_keys():
     own = jnp.where(np.tri(LENGTH, dtype=bool), logits(k), -jnp.inf)
     lse = jax.nn.logsumexp(own, axis=-1)
     out = weighted(jax.nn.softmax(own, axis=-1), v)
-    found, sums = layer._merged(q, out, lse, *learned, batch_axes=())
+    found, sums = layer._merge_learned(q, out, lse, *learned, batch_axes=())
     before = [jnp.tile(part, (2, 1, 1, 1)) for part in learned]
     whole = jnp.concatenate([logits(before[0]), own], axis=-1)
     wanted = weighted(jax.nn.softmax(whole, axis=-1), jnp.concatenate([before[1], v], axis=1))

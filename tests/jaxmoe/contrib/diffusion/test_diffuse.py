@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.contrib.diffusion.diffuse import _compiled, diffuse
+from jaxmoe.contrib.diffusion.diffuse import _compile, diffuse
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.sampling import SamplingConfig
 from tests.support.diffusion import CHOICE, MIXED, POINTWISE, VOCAB
@@ -47,7 +47,7 @@ def test_with_a_budget_logits_are_never_larger_and_tokens_the_same():
     """Every array with the vocabulary among its dimensions, in the compiled program."""
     budget, width = 2, POINTWISE.embed_dim
     limits = SamplingConfig().limits(VOCAB)
-    run = _compiled(POINTWISE, ExecutionConfig(), budget)
+    run = _compile(POINTWISE, ExecutionConfig(), budget)
     given = params(POINTWISE), TOKENS, IS_GIVEN, None, KEYS, jnp.int32(STEPS), limits
     program = run.lower(*given).compile()
     assert (np.asarray(program(*given)) == filled(POINTWISE)).all()
