@@ -298,11 +298,7 @@ ROWS: Final = (
     ),
     Row(
         _STAGES,
-        that(
-            "execution.dispatcher",
-            "with `token_tables`",
-            lambda dispatcher: dispatcher.traits.token_route is not None,
-        ),
+        that("execution.dispatcher", "with `token_tables`", lambda way: way.traits.token_route),
         "{second} with token_tables moves tokens from layer to layer, and {first} passes them on"
         " between stages",
         "leave token_tables out",
@@ -390,12 +386,6 @@ ROWS: Final = (
         differs("execution.offload.optimizer"),
         "{first} changes the state after each step, and {second} keeps it elsewhere",
         "set execution.offload to None",
-    ),
-    Row(
-        is_set("execution.offload.directory"),
-        differs("execution.offload.optimizer", "files"),
-        "{first} is for the files of an optimiser, and {second} has none",
-        "leave it out, or set execution.offload.optimizer to files",
     ),
     # Sequences over devices.
     Row(

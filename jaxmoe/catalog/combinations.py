@@ -35,6 +35,7 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("model.layers.feed_forward", ("two_sizes",), _DEPTH),
     ("execution.offload.parameters", ("host",), _OFFLOAD),
     ("execution.offload.optimizer", ("files",), _OFFLOAD),
+    ("execution.offload.directory", (), _OFFLOAD),
     ("training.skipping", (), _DEPTH),
     ("training.gradients.is_backward", (False,), _ESTIMATORS),
     ("replicas.exchanges", ("parameters", "gradients"), _SLOW_LINKS),

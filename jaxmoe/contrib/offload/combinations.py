@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import Choice, Row, above, differs, equals, member
+from jaxmoe.choices import Choice, Row, above, differs, equals, is_set, member
 from sharding.state_layouts import STATE_LAYOUTS
 
 _HOST: Final = equals("execution.offload.parameters", "host")
@@ -27,6 +27,12 @@ def _host_row(choice: Choice, reason: str, way_out: str) -> Row:
 
 
 ROWS: Final = (
+    Row(
+        is_set("execution.offload.directory"),
+        differs("execution.offload.optimizer", "files"),
+        "{first} is for the files of an optimiser, and {second} has none",
+        "leave it out, or set execution.offload.optimizer to files",
+    ),
     _file_row(
         _STAGES,
         "{first} updates one part after another, and {second} splits layers over devices",
