@@ -69,12 +69,12 @@ def check_between(**fields: Any) -> None:
     Raises:
         CombinationError: The configs make both choices of a row.
     """
-    name = next(iter(fields))
+    name, first = next(iter(fields.items()))
+    beside = _rows_beside(name, first, frozenset(fields))
     config = types.SimpleNamespace(**fields)
     values = _Values(config)
-    entries, addresses = _entries_beside(name, fields[name], frozenset(fields))
-    for address in dict.fromkeys(("", *addresses, *_addresses_of(entries, values))):
-        for row in _rows_beside(address, name, fields[name], frozenset(fields)):
+    for address in dict.fromkeys((*beside.addresses, *_addresses_of(beside.entries, values))):
+        for row in beside[address]:
             if row.first.is_made(values) and row.second.is_made(values):
                 raise CombinationError(row.refusal(config))
 
@@ -130,13 +130,12 @@ def rows_at(address: str) -> tuple[Row, ...]:
 
 def _addresses_of(entries: tuple[_Entry, ...], values: _Values) -> tuple[str, ...]:
     """Return the addresses that a config names."""
-    return tuple(
-        dict.fromkeys(
-            address
-            for path, members, address in entries
-            if any(_is_named(value, members) for value in values[path])
-        )
-    )
+    addresses: dict[str, None] = {}
+    for path, members, address in entries:
+        for value in values[path]:
+            if _is_named(value, members):
+                addresses[address] = None
+    return tuple(addresses)
 
 
 @functools.lru_cache(maxsize=256)
@@ -146,28 +145,28 @@ def _rows_between(address: str, names: frozenset[str]) -> tuple[Row, ...]:
     return tuple(row for row in rows if row.fields <= names)
 
 
-@functools.lru_cache(maxsize=256)
-def _rows_beside(address: str, name: str, config: Any, names: frozenset[str]) -> tuple[Row, ...]:
-    """Return the rows at an address about several fields whose choices of one config are made."""
-    values = _Values(types.SimpleNamespace(**{name: config}))
-    return tuple(
-        row
-        for row in _rows_between(address, names)
-        if len(row.fields) > 1
-        and all(
-            choice.reads != {name} or choice.is_made(values) for choice in (row.first, row.second)
-        )
-    )
+class _RowsBeside(dict[str, tuple[Row, ...]]):
+    """Rows by address about several fields, whose choices of one config are made."""
+
+    def __init__(self, name: str, config: Any, names: frozenset[str]):
+        super().__init__()
+        self.values_of_config = _Values(types.SimpleNamespace(**{name: config}))
+        self.name, self.names = name, names
+        self.entries = _entries_about(names - {name})  # lines of ADDRESSES about other fields
+        about_config = _entries_about(frozenset((name,)))
+        self.addresses = ("", *_addresses_of(about_config, self.values_of_config))
+
+    def __missing__(self, address: str) -> tuple[Row, ...]:
+        rows = (row for row in _rows_between(address, self.names) if len(row.fields) > 1)
+        self[address] = open_rows = tuple(row for row in rows if self._leaves_open(row))
+        return open_rows
+
+    def _leaves_open(self, row: Row) -> bool:
+        choices = (choice for choice in (row.first, row.second) if choice.reads == {self.name})
+        return all(choice.is_made(self.values_of_config) for choice in choices)
 
 
-@functools.lru_cache(maxsize=256)
-def _entries_beside(
-    name: str, config: Any, names: frozenset[str]
-) -> tuple[tuple[_Entry, ...], tuple[str, ...]]:
-    """Return the lines of ADDRESSES about other fields, and the addresses that a config names."""
-    values = _Values(types.SimpleNamespace(**{name: config}))
-    addresses = _addresses_of(_entries_about(frozenset((name,))), values)
-    return _entries_about(names - {name}), addresses
+_rows_beside = functools.lru_cache(maxsize=256)(_RowsBeside)
 
 
 @functools.cache

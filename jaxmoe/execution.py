@@ -22,7 +22,7 @@ from pallas_kernels.backend import platform
 from sharding.constrain import Placement
 from sharding.expert_parallel import Dispatcher, LocalConfig, ResidentConfig
 from sharding.fold import MoEMesh, Refinement, refine
-from sharding.mesh import MeshConfig
+from sharding.mesh import MeshConfig, named_sizes
 from sharding.pipeline import InterleavedConfig, PipelineOrder
 from sharding.products.collective import WHOLE_PRODUCTS, TensorProductsConfig
 from sharding.products.encoded import EncodedProduct
@@ -253,6 +253,11 @@ class ExecutionConfig:
     def mesh_fold(self) -> MoEMesh | None:
         """Fold of the mesh: `fold`, and the cuts of mesh.seq that `sequence_parallel` needs."""
         return self.sequence_parallel.mesh_fold(self.fold, self.mesh.seq)
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, pieces of a folded one included."""
+        return dict(zip(*named_sizes(self.mesh, self.mesh_fold), strict=True))
 
     @property
     def axis_rules(self) -> LogicalAxisRules:

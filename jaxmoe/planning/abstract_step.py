@@ -26,8 +26,9 @@ from jaxmoe.parameters import ParameterTable
 from jaxmoe.training.state import TrainState, layers_on_host, state_around, trained_part
 from jaxmoe.training.step import Step
 from sharding.axes import BATCH_AXES, pieces
-from sharding.mesh import abstract_mesh, named_sizes
+from sharding.mesh import abstract_mesh
 from sharding.pipeline import Paths
+from sharding.rules import LogicalAxisRules
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -68,15 +69,19 @@ class StepPlan(Step):
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Devices along each axis of the mesh, pieces of a folded one included."""
-        return dict(zip(*named_sizes(self.execution.mesh, self.execution.mesh_fold), strict=True))
+        return self.execution.mesh_sizes
 
     def on(self, execution: ExecutionConfig) -> StepPlan:
         """Return the same step under another execution, with new partition specs."""
-        rules = execution.axis_rules
+        table = self.table_by(execution.axis_rules)
+        return dataclasses.replace(self, execution=execution, table=table)
+
+    def table_by(self, rules: LogicalAxisRules) -> ParameterTable:
+        """Return the parameters with the partition specs of some rules."""
         rows = (
             dataclasses.replace(row, spec=rules.resolve(row.declaration.axes)) for row in self.table
         )
-        return dataclasses.replace(self, execution=execution, table=ParameterTable(tuple(rows)))
+        return ParameterTable(tuple(rows))
 
 
 def abstract_state(plan: StepPlan, mesh: AnyMesh) -> TrainState:

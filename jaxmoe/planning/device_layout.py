@@ -21,17 +21,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxmoe.execution import ExecutionConfig, Remat, keeps_attention
+from jaxmoe.layers.context import FeedForwardSizes
 from jaxmoe.models.flops import flops_per_token, matmul_parameters, stack_mixing_flops
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec, ParameterTable
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.parameter_layouts import kept_axes
+from jaxmoe.planning.pipelines import Passes
+from jaxmoe.training.pipeline.stages import ModelParts
 from sharding import axes as ax
+from sharding.pipeline import PipelineOrder
 from sharding.rules import LogicalAxisRules
+
+PassesKey = tuple[str, int, int, PipelineOrder | None, bool]
+"""Name of a scan, layers, micro-batches, pipeline, and whether its stages never wait."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,14 +160,34 @@ class DeviceLayout:
         return self.plan.execution.axis_rules
 
     @functools.cached_property
+    def itemsize(self) -> int:
+        """Bytes per value in matrix products."""
+        return jnp.dtype(self.plan.execution.precision.compute_dtype).itemsize
+
+    @functools.cached_property
     def stacks(self) -> tuple[LayerStack, ...]:
         """Stacks of the model."""
         return tuple(self.plan.model.stacks)
 
     @functools.cached_property
+    def feed_forwards(self) -> dict[str, FeedForwardSizes]:
+        """Sizes of the feed-forward of each stack, by its path."""
+        return {stack.path: stack.kind.feed_forward.sizes for stack in self.stacks}
+
+    @functools.cached_property
     def parameters(self) -> dict[str, ParameterShares]:
         """Shares of each parameter, by its path and in the order of the table."""
         return {row.path: _shares(self, row) for row in self.plan.table}
+
+    @functools.cached_property
+    def parts(self) -> ModelParts:
+        """What enters a pipeline, its stages, and what leaves it."""
+        return ModelParts.of(self.plan.model)
+
+    @functools.cached_property
+    def passes(self) -> dict[PassesKey, Passes]:
+        """Passes through the layers of a scan; filled as they are asked for."""
+        return {}
 
     @functools.cached_property
     def _shards(self) -> dict[str, int]:
@@ -171,6 +200,17 @@ class DeviceLayout:
     @functools.cached_property
     def _groups(self) -> dict[tuple[str, ...], tuple[tuple[str, ...], int]]:
         return {}
+
+    @functools.cached_property
+    def _splits(self) -> dict[Hashable, _Split]:
+        return {}
+
+    def split(self, row: ParameterSpec) -> _Split:
+        """Return the mesh axes of a parameter, which it shares with those with its logical axes."""
+        key = row.declaration.axes, row.spec
+        if key not in self._splits:
+            self._splits[key] = _split(self, row)
+        return self._splits[key]
 
     def shards(self, name: str) -> int:
         """Return the number of shards of a logical axis."""
@@ -197,7 +237,21 @@ class DeviceLayout:
         return self._groups[axes]
 
 
-def _shares(layout: DeviceLayout, row: ParameterSpec) -> ParameterShares:
+class _Split(NamedTuple):
+    """Mesh axes of the parameters with the same logical axes, and the devices along them."""
+
+    axes: tuple[str, ...]
+    copied: tuple[str, ...]
+    kept: tuple[str, ...]
+    gathered: tuple[str, ...]
+    replicated: tuple[str, ...]
+    shards: int
+    shards_of_copy: int
+    shards_in_use: int
+    shards_of_moment: int
+
+
+def _split(layout: DeviceLayout, row: ParameterSpec) -> _Split:
     execution, mesh = layout.plan.execution, layout.mesh
     layout_of_state = execution.state_layout
     copies = layout_of_state.copies
@@ -207,23 +261,39 @@ def _shares(layout: DeviceLayout, row: ParameterSpec) -> ParameterShares:
     splits = kept_axes(row, execution, mesh)
     kept = tuple(axis for axis in axes if axis in splits)
     batch_axes = layout.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
+    return _Split(
+        axes=axes,
+        copied=copied,
+        kept=kept,
+        gathered=tuple(axis for axis in axes if axis not in kept),
+        replicated=tuple(axis for axis in batch_axes if axis not in axes),
+        shards=layout.devices(axes),
+        shards_of_copy=layout.devices(copied),
+        shards_in_use=layout.devices(kept),
+        shards_of_moment=layout.devices(_wide_axes(moments, mesh)),
+    )
+
+
+def _shares(layout: DeviceLayout, row: ParameterSpec) -> ParameterShares:
+    split = layout.split(row)
     stacks = (stack for stack in layout.stacks if row.path.startswith(f"{stack.path}/"))
+    size = row.size
     layers = 1
     if row.declaration.is_stacked:
         layers = row.shape[0] // layout.shards(row.declaration.axes[0])
     return ParameterShares(
         row=row,
         stack=next(stacks, None),
-        axes=axes,
-        copied_axes=copied,
-        kept_axes=kept,
-        gathered_axes=tuple(axis for axis in axes if axis not in kept),
-        replicated_axes=tuple(axis for axis in batch_axes if axis not in axes),
-        local=row.size // layout.devices(axes),
-        copy_values=row.size // layout.devices(copied),
-        in_use=row.size // layout.devices(kept),
+        axes=split.axes,
+        copied_axes=split.copied,
+        kept_axes=split.kept,
+        gathered_axes=split.gathered,
+        replicated_axes=split.replicated,
+        local=size // split.shards,
+        copy_values=size // split.shards_of_copy,
+        in_use=size // split.shards_in_use,
         layers=layers,
-        moment=row.size // layout.devices(_wide_axes(moments, mesh)),
+        moment=size // split.shards_of_moment,
     )
 
 

@@ -24,7 +24,6 @@ import functools
 from typing import NamedTuple
 
 from jaxmoe.execution import ExecutionConfig
-from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.stacks import Scan
 from jaxmoe.training.pipeline.stages import ModelParts
 from sharding.pipeline import Paths, PipelineOrder, plan_slots
@@ -68,6 +67,7 @@ class Passes(NamedTuple):
         return self.forward + 2 * self.trained + self.weights
 
 
+@functools.lru_cache(maxsize=4096)  # a search asks for each of a few hundred many times
 def counts(
     pipeline: PipelineOrder, stages: int, micro_batches: int, paths: Paths | None = None
 ) -> Counts:
@@ -112,6 +112,28 @@ def _count(
     )
 
 
+def least_counts(pipeline: PipelineOrder, micro_batches: int) -> Counts:
+    """Return counts that no schedule is below in which all micro-batches pass through all layers:
+    each stage does as many F, B and W, and never waits.
+
+    Args:
+        pipeline: Schedule.
+        micro_batches: Micro-batches of a step.
+    """
+    works = pipeline.chunks * micro_batches
+    return Counts(
+        ticks=works,
+        forward=works,
+        backward=works,
+        inputs=0,
+        gradients=0,
+        heads=0,
+        weights=works,
+        deferred=0,
+        hops=1,
+    )
+
+
 def idle_over_useful(
     pipeline: PipelineOrder, stages: int, micro_batches: int, paths: Paths | None = None
 ) -> float:
@@ -134,36 +156,31 @@ def idle_over_useful(
 
 
 def passes(
-    model: ModelConfig,
+    parts: ModelParts,
     execution: ExecutionConfig,
     accumulation: int,
     name: str,
     layers: int,
-    paths: Paths | None = None,
+    pipeline_counts: Counts | None,
 ) -> Passes:
     """Return the passes of one device through the layers of one stack in a step.
 
     Args:
-        model: Model with the scans.
+        parts: Parts of the model.
         execution: Mesh with stages, and schedule.
         accumulation: Micro-batches of a step.
         name: Name of the scan of the stack; another one for parameters outside of layers.
         layers: Layers of the stack in the whole model.
-        paths: Groups that each micro-batch passes through; None for all. Without stages layers that
-            are left out are computed and masked.
+        pipeline_counts: Counts of the schedule; None without stages, where layers that a
+            micro-batch leaves out are computed and masked.
     """
-    stages = execution.mesh.stage
-    pipeline = execution.pipeline_order
-    if stages == 1:
-        once = float(accumulation * layers)
+    once = float(accumulation * layers)
+    if pipeline_counts is None:
         return Passes(0.0, once, once)
-    parts = ModelParts.of(model)
     if name == parts.staged.name:
-        pipeline_counts = counts(pipeline, stages, accumulation, paths)
-        group = layers / (stages * pipeline.chunks)
+        group = layers / (execution.mesh.stage * execution.pipeline_order.chunks)
         ticks = pipeline_counts.forward, pipeline_counts.backward, pipeline_counts.weights
         return Passes(*(number * group for number in ticks))
-    once = float(accumulation * layers)
     return Passes(once if name in _names(parts.before) else 0.0, once, once)
 
 

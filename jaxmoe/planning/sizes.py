@@ -14,10 +14,7 @@ Shares of parameters: `jaxmoe/planning/device_layout.py`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable
-
-import jax.numpy as jnp
 
 from jaxmoe.execution import Remat
 from jaxmoe.layers.context import AttentionHeads, FeedForwardSizes, MixerActivations
@@ -26,7 +23,7 @@ from jaxmoe.models.stacks import LayerStack
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.device_layout import DeviceLayout, ParameterShares, TokenFlops
-from jaxmoe.planning.pipelines import Passes, passes
+from jaxmoe.planning.pipelines import Counts, Passes, counts, least_counts, passes
 from sharding import axes as ax
 from sharding.sequence_parallel import AttentionSizes
 
@@ -46,6 +43,8 @@ class Sizes:
     """T': tokens inside a layer."""
     itemsize: int
     """Bytes per value in matrix products."""
+    never_waits: bool = False
+    """Whether no stage waits for another, as in a bound."""
 
     @classmethod
     def of(cls, plan: StepPlan, flops: TokenFlops | None = None) -> Sizes:
@@ -67,12 +66,13 @@ class Sizes:
         return self.on(self.layout, plan)
 
     @classmethod
-    def on(cls, layout: DeviceLayout, plan: StepPlan) -> Sizes:
+    def on(cls, layout: DeviceLayout, plan: StepPlan, *, never_waits: bool = False) -> Sizes:
         """Return the sizes of a plan whose layout is known.
 
         Args:
             layout: Layout of a plan with the same `DeviceLayout.record`.
             plan: The step.
+            never_waits: Whether its stages never wait for one another.
         """
         sequences = plan.batch_size / plan.accumulation / layout.shards(ax.ACT_BATCH)
         tokens = sequences * plan.sequence_length
@@ -82,7 +82,8 @@ class Sizes:
             sequences=sequences,
             tokens=tokens / layout.shards(ax.ACT_SEQ),
             inner_tokens=tokens / layout.shards(ax.ACT_SEQ_INNER),
-            itemsize=jnp.dtype(plan.execution.precision.compute_dtype).itemsize,
+            itemsize=layout.itemsize,
+            never_waits=never_waits,
         )
 
     @property
@@ -127,7 +128,7 @@ class Sizes:
     def balanced_rows(self) -> float:
         """Return the rows that the experts of a device receive in a balanced batch, the most of all
         layers; each expert's hidden units may be spread."""
-        experts = [stack.kind.feed_forward.sizes for stack in self.stacks]
+        experts = self.layout.feed_forwards.values()
         return max(map(self.rows, experts), default=0.0) * self.shards(ax.EXPERT_MLP)
 
     def places(self, experts: FeedForwardSizes) -> float:
@@ -205,13 +206,20 @@ class Sizes:
 
     def _passes(self, path: str, layers: int) -> Passes:
         plan = self.plan
-        key = (path.partition("/")[0], layers)
-        if key not in self._known_passes:
-            arguments = plan.model, plan.execution, plan.accumulation
-            self._known_passes[key] = passes(*arguments, *key, plan.paths)
-        return self._known_passes[key]
+        name = path.partition("/")[0]
+        key = name, layers, plan.accumulation, plan.execution.pipeline, self.never_waits
+        known = self.layout.passes
+        if key not in known:
+            pipeline_counts = None if plan.execution.mesh.stage == 1 else self.counts
+            arguments = self.layout.parts, plan.execution, plan.accumulation, name, layers
+            known[key] = passes(*arguments, pipeline_counts)
+        return known[key]
 
-    @functools.cached_property
-    def _known_passes(self) -> dict[tuple[str, int], Passes]:
-        """{(name of a scan, layers): passes}; filled as they are asked for."""
-        return {}
+    @property
+    def counts(self) -> Counts:
+        """Counts of the pipeline."""
+        plan = self.plan
+        pipeline = plan.execution.pipeline_order
+        if self.never_waits:
+            return least_counts(pipeline, plan.accumulation)
+        return counts(pipeline, plan.execution.mesh.stage, plan.accumulation, plan.paths)

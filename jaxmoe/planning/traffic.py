@@ -53,7 +53,7 @@ from jaxmoe.layers.sequences import choose_form
 from jaxmoe.models.stacks import LayerStack
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.device_layout import ParameterShares
-from jaxmoe.planning.pipelines import Passes, counts
+from jaxmoe.planning.pipelines import Passes
 from jaxmoe.planning.sizes import Sizes
 from sharding import axes as ax
 from sharding.sequence_parallel.traffic import repeated_bytes, sent_bytes
@@ -63,9 +63,12 @@ HIDEABLE = ("weights", "gradients", "gradients of copies")
 """Reasons whose messages only the next layer or the update waits for."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Traffic:
-    """Bytes and messages that one device sends for one reason in one step."""
+    """Bytes and messages that one device sends for one reason in one step.
+
+    Not frozen: a search makes hundreds of thousands.
+    """
 
     reason: str
     axes: tuple[str, ...]
@@ -96,13 +99,16 @@ def traffic_of(sizes: Sizes) -> list[Traffic]:
     return _sum_by_reason(entries)
 
 
-def waited_traffic(sizes: Sizes) -> list[Traffic]:
-    """Return the traffic of activations, which a step waits for and which costs little to compute.
+def waited_traffic(sizes: Sizes) -> Iterator[Traffic]:
+    """Yield the traffic of activations, which a step waits for and which costs little to compute.
 
     Args:
         sizes: Sizes of the step.
     """
-    return _sum_by_reason([*_tensor(sizes), *_attention(sizes), *_rows(sizes), *_stages(sizes)])
+    yield from _tensor(sizes)
+    yield from _attention(sizes)
+    yield from _rows(sizes)
+    yield from _stages(sizes)
 
 
 def _sum_by_reason(entries: Iterable[Traffic]) -> list[Traffic]:
@@ -243,7 +249,7 @@ def _tensor(sizes: Sizes) -> Iterator[Traffic]:
     times = 0.0
     for stack in sizes.stacks:
         # The mixer, and the feed-forward where it is dense or has shared experts.
-        fed = stack.kind.feed_forward.sizes
+        fed = sizes.layout.feed_forwards[stack.path]
         sums = 1 + (fed.dense_dim + fed.shared_dim > 0)
         times += 2 * sums * _both(sizes, stack)
     yield from _traffic(sizes, "tensor", sizes.pieces(ax.TENSOR), stream, times)
@@ -288,7 +294,7 @@ def _rows(sizes: Sizes) -> Iterator[Traffic]:
     for stack in sizes.stacks:
         if not stack.kind.feed_forward.is_routed:
             continue
-        experts = stack.kind.feed_forward.sizes
+        experts = sizes.layout.feed_forwards[stack.path]
         times = 2 * _both(sizes, stack)
         if not plan.execution.dispatcher.traits.gathers_tokens:
             shared = rules.mesh_axes(ax.EXPERT_MLP)
@@ -320,11 +326,10 @@ def _whole_matrices(sizes: Sizes) -> Iterator[Traffic]:
 def _stages(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     stages = sizes.mesh[ax.STAGE]
-    pipeline = plan.execution.pipeline_order
     if stages == 1:
         return
     stream = sizes.tokens * plan.model.embed_dim * sizes.itemsize
-    pipeline_counts = counts(pipeline, stages, plan.accumulation, plan.paths)
+    pipeline_counts = sizes.counts
     axes = (ax.STAGE,)
     sent = (pipeline_counts.forward + pipeline_counts.backward) * pipeline_counts.hops
     yield Traffic(

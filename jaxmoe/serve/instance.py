@@ -154,7 +154,7 @@ class Instance:
     def _visible(self, now: float) -> dict[str, Any]:
         """Return the fields of a view."""
         running = tuple(self.queues.running.values())
-        busy = tuple([sequence for sequence in running if not sequence.is_free])
+        busy = tuple([one for one in running if one.is_busy or one.is_leaving])
         if busy:
             running = tuple([sequence for sequence in running if sequence.is_free])
         swapped = self.queues.swapped.values()
@@ -398,11 +398,11 @@ class Instance:
         sequence.is_busy = True
         request = sequence.request
         tokens = sequence.tokens
-        ids = tuple(tokens[start:end])
+        ids = (tokens[start],) if count == 1 else tuple(tokens[start:end])
         draws = end == len(tokens)
-        index = len(tokens) - len(request.prompt)
+        index = sequence.num_written
         sampling = request.sampling
-        has_history = sequence.is_scored or (draws and sampling.has_history)
+        has_history = sequence.is_scored or (draws and sequence.has_history)
         history = tuple(tokens) if has_history else ()
         return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter, history)
 
@@ -465,7 +465,8 @@ class Instance:
         """
         self.num_computed += count
         sequence.computed += count
-        self._name_pages(sequence, sequence.computed)
+        if sequence.computed >= (sequence.named + 1) * self.facts.page_size:
+            self._name_pages(sequence, sequence.computed)
 
     def _name_pages(self, sequence: Sequence, num_tokens: int) -> None:
         """Name the pages that are full of the first tokens of a sequence, which are known."""
@@ -495,5 +496,6 @@ class Instance:
     def _is_whole(self, sequence: Sequence) -> bool:
         """Return whether an answer has all tokens that it may have, pending ones included."""
         # The only place that ends an answer at this length: `max_tokens` may ask for more.
-        most = sequence.request.sampling.max_tokens
-        return sequence.num_written >= most or len(sequence.tokens) >= self.facts.max_length
+        number = len(sequence.tokens)
+        most = sequence.num_prompt + sequence.request.sampling.max_tokens
+        return number >= most or number >= self.facts.max_length

@@ -16,6 +16,7 @@ Tokens = collections.abc.Sequence[int]
 """Token ids in a tuple, a list or an array."""
 PENDING = -1
 """Stands for a token that a step draws which has not ended."""
+_MUTABLE = (list, array.array)
 State = Literal["waiting", "running", "swapped", "moving", "finished"]
 
 
@@ -66,12 +67,19 @@ class Sequence:
     """Time of the last step that computed it."""
     id: int = dataclasses.field(init=False)
     """Number of the request."""
+    num_prompt: int = dataclasses.field(init=False)
+    """Tokens of the prompt."""
+    has_history: bool = dataclasses.field(init=False)
+    """Whether the tokens before a draw are told with it."""
     scores: list[PromptScore] = dataclasses.field(default_factory=list)
     """Scores of the tokens of the prompt behind its first, as far as they are computed."""
     _names: list[bytes] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.id = self.request.id
+        request = self.request
+        self.id = request.id
+        self.num_prompt = len(request.prompt)
+        self.has_history = request.sampling.has_history
 
     @property
     def is_free(self) -> bool:
@@ -81,7 +89,7 @@ class Sequence:
     @property
     def num_written(self) -> int:
         """Tokens of the answer, pending ones included."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def is_scored(self) -> bool:
@@ -127,8 +135,13 @@ class Sequence:
             token: Its id.
             now: Time, seconds.
         """
-        self._own_tokens().append(token)
-        self._note_time(now)
+        tokens = self.tokens
+        if tokens is self.request.prompt or not isinstance(tokens, _MUTABLE):
+            tokens = self._own_tokens()
+        tokens.append(token)
+        self.last = now
+        if self.first is None:
+            self.first = now
 
     def expect(self) -> None:
         """Add a token that a step which has started will draw."""
@@ -144,7 +157,9 @@ class Sequence:
         """
         self._own_tokens()[-self.num_pending] = token
         self.num_pending -= 1
-        self._note_time(now)
+        self.last = now
+        if self.first is None:
+            self.first = now
 
     def forget_pending(self) -> None:
         """Leave out the tokens that are pending; the answer has ended before them."""
@@ -155,11 +170,6 @@ class Sequence:
     def _own_tokens(self) -> list[int] | array.array[int]:
         """Return the tokens, which are not those of the request itself any more."""
         tokens = self.tokens
-        if tokens is self.request.prompt or not isinstance(tokens, list | array.array):
+        if tokens is self.request.prompt or not isinstance(tokens, _MUTABLE):
             self.tokens = tokens = tokens[:] if isinstance(tokens, array.array) else [*tokens]
         return tokens
-
-    def _note_time(self, now: float) -> None:
-        self.last = now
-        if self.first is None:
-            self.first = now

@@ -33,7 +33,7 @@ from jaxmoe.planning.hardware import Chip
 from jaxmoe.planning.memory import estimate_memory, least_memory
 from jaxmoe.planning.memory_estimate import MemoryEstimate
 from jaxmoe.planning.search.bounds import ParameterSeconds
-from jaxmoe.planning.search.meshes import mesh_in_words
+from jaxmoe.planning.search.meshes import Tables, mesh_in_words
 from jaxmoe.planning.search.space import Arrangement, RematPair, Space, arrangements
 from jaxmoe.planning.sizes import Sizes
 from jaxmoe.planning.step_time import StepTime, least_time, time_of
@@ -92,6 +92,8 @@ class SearchResult:
 
 _Seconds = dict[tuple[int, RematPair], float]
 """Seconds by the number of micro-batches and the remat."""
+_ANY = -1
+"""Stands for every number of micro-batches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +116,18 @@ class _LeastTimes:
         key = self.arrangement.numbers[number], self.arrangement.remats[remat]
         if key not in self.products:
             self.products[key] = least_time(self._sizes(number, remat), self.chip)
+        return self.products[key]
+
+    def floor(self) -> float:
+        """Return seconds that a plan takes at least, whatever the number of micro-batches: with the
+        fastest remat, stages that never wait and the messages of the fewest micro-batches."""
+        plan = self.arrangement.plan
+        if plan.gradients.paths(2) is not None:
+            return 0.0  # micro-batches leave out layers
+        key = _ANY, self.arrangement.remats[0]
+        if key not in self.products:
+            sizes = Sizes.on(self.layout, self.arrangement.at(0, 0), never_waits=True)
+            self.products[key] = least_time(sizes, self.chip)
         return self.products[key]
 
     def parameter_time(self, number: int, remat: int) -> float:
@@ -143,12 +157,16 @@ class _BestFirstSearch:
     unhidden: dict[Hashable, _Seconds] = dataclasses.field(default_factory=dict)
     parameters: dict[Hashable, ParameterSeconds] = dataclasses.field(default_factory=dict)
 
-    def sizes(self, plan: StepPlan) -> Sizes:
-        """Return the sizes of a plan; plans that differ in nothing that a layout reads share it."""
+    def layout(self, plan: StepPlan) -> DeviceLayout:
+        """Return the layout of a plan, which plans share that differ in nothing that it reads."""
         key = DeviceLayout.record(plan.execution)
         if key not in self.layouts:
             self.layouts[key] = DeviceLayout(plan=plan, flops=self.flops)
-        return Sizes.on(self.layouts[key], plan)
+        return self.layouts[key]
+
+    def sizes(self, plan: StepPlan) -> Sizes:
+        """Return the sizes of a plan."""
+        return Sizes.on(self.layout(plan), plan)
 
     def bounds(self, arrangement: Arrangement) -> _LeastTimes:
         """Return the bounds of an arrangement, whose numbers others share."""
@@ -157,7 +175,7 @@ class _BestFirstSearch:
         return _LeastTimes(
             arrangement=arrangement,
             chip=self.chip,
-            layout=self.sizes(arrangement.plan).layout,
+            layout=self.layout(arrangement.plan),
             products=self.products.setdefault(arrangement.record, {}),
             unhidden=self.unhidden.setdefault((layout, execution.pipeline), {}),
             parameters=functools.partial(self._parameters_of, layout),
@@ -247,8 +265,9 @@ def search(
     """
     refused: dict[str, str] = {}
     kept_arrangements: list[Arrangement] = []
+    tables: Tables = {}
     for mesh in meshes:
-        all_arrangements = list(arrangements(plan, mesh, space or Space(), fold))
+        all_arrangements = list(arrangements(plan, mesh, space or Space(), fold, tables))
         dividing = [
             arrangement for arrangement in all_arrangements if isinstance(arrangement, Arrangement)
         ]
@@ -283,31 +302,38 @@ def _by_time(
     """Yield plans with the place of their arrangement, by predicted time; those that fit with their
     memory.
 
-    An arrangement ends with its first plan that fits. One whose smallest plan needs too much at
-    least is not gone through.
+    With stages more micro-batches may be faster, so that each number is a start of its own; they
+    enter when the turn of what all of them take at least has come. An arrangement ends with its
+    first plan that fits. One whose smallest plan needs too much at least is not gone through.
     """
     chip = searching.chip
     bounds = [searching.bounds(arrangement) for arrangement in entries]
-    serial = itertools.count()
+    numbers = [range(entry.num_starts) for entry in entries]
+    ranks = list(itertools.accumulate(map(len, numbers), initial=0))  # of the first start
+    serial = itertools.count(ranks[-1])
     queue: list[tuple[float, int, int, int, int, StepTime | None]] = []
 
-    def push(place: int, number: int, remat: int) -> None:
+    def push(place: int, number: int, remat: int, rank: int) -> None:
         """Enter a plan by what it takes at least; when its turn comes what its parameters add is
         bounded, and when it comes again its time is predicted."""
         least = bounds[place].least_time(number, remat)
-        heapq.heappush(queue, (least, next(serial), place, number, remat, None))
+        heapq.heappush(queue, (least, rank, place, number, remat, None))
 
-    for place, arrangement in enumerate(entries):
-        # With stages more micro-batches may be faster: each number is a start of its own.
-        has_order = arrangement.plan.execution.mesh.stage == 1
-        for number in range(1 if has_order else len(arrangement.numbers)):
-            push(place, number, 0)
+    for place in range(len(entries)):
+        if len(numbers[place]) == 1:
+            push(place, 0, 0, ranks[place])
+        else:
+            heapq.heappush(queue, (bounds[place].floor(), ranks[place], place, _ANY, 0, None))
     bounded: set[int] = set()  # ranks of plans whose parameters' part is in their time
     finished: set[int] = set()
     possible: set[int] = set()
     while queue:
         least, rank, place, number, remat, time = heapq.heappop(queue)
         if place in finished:
+            continue
+        if number == _ANY:
+            for start in numbers[place]:
+                push(place, start, 0, rank + start)
             continue
         if time is None and rank not in bounded:
             bounded.add(rank)
@@ -339,9 +365,9 @@ def _by_time(
         if remat:
             continue
         for index in range(1, len(arrangement.remats)):
-            push(place, number, index)
+            push(place, number, index, next(serial))
         if arrangement.plan.execution.mesh.stage == 1 and number + 1 < len(arrangement.numbers):
-            push(place, number + 1, 0)
+            push(place, number + 1, 0, next(serial))
 
 
 def _smallest(

@@ -85,9 +85,10 @@ class ParameterSeconds:
                 for entry in _of_copies(sizes, shares):
                     # One message may carry the gradients of a whole layer.
                     key = shares.row.path.partition("/")[0], entry.axes
-                    messages = 0.0 if key in met else entry.messages
+                    if key in met:
+                        entry.messages = 0.0
                     met.add(key)
-                    entries.append(("copies", dataclasses.replace(entry, messages=messages)))
+                    entries.append(("copies", entry))
             groups.append(
                 _LikeParameters(shares=shares_of_group[0], seconds=_sum(entries, sizes, chip))
             )
@@ -124,12 +125,10 @@ def _sum(entries: Sequence[tuple[str, Traffic]], sizes: Sizes, chip: Chip) -> di
     """Return the seconds of each kind; those along the same axes are linear in what is sent."""
     sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
     for kind, entry in entries:
-        before = sums.get((kind, entry.axes))
-        if before is not None:
-            entry = dataclasses.replace(
-                entry, bytes=before.bytes + entry.bytes, messages=before.messages + entry.messages
-            )
-        sums[kind, entry.axes] = entry
+        total = sums.setdefault((kind, entry.axes), entry)
+        if total is not entry:
+            total.bytes += entry.bytes
+            total.messages += entry.messages
     seconds: dict[str, float] = defaultdict(float)
     for (kind, _), entry in sums.items():
         seconds[kind] += seconds_of(entry, sizes.mesh, chip)

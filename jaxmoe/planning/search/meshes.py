@@ -8,6 +8,7 @@ To search another axis: `enumerate_meshes` in `jaxmoe/planning/search/meshes.py`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from jaxmoe.training.pipeline.stages import ModelParts
 from sharding import axes as ax
 from sharding.fold import MoEMesh
 from sharding.mesh import MeshConfig
+from sharding.rules import LogicalAxisRules
 
 
 def enumerate_meshes(
@@ -66,6 +68,10 @@ def stages_of(plan: StepPlan, num_devices: int) -> list[int]:
     return [n for n in divisors(num_devices) if n > 1 and length % (n * chunks) == 0]
 
 
+Tables = dict[LogicalAxisRules, ParameterTable]
+"""Parameters of a plan with the specs of some rules."""
+
+
 class LaidOut(NamedTuple):
     """Parameters by the rules of an execution; its pipeline, dispatcher and remat are not read."""
 
@@ -74,16 +80,21 @@ class LaidOut(NamedTuple):
     """Why the mesh does not divide parameters, sequences or heads; None where it does."""
 
     @classmethod
-    def of(cls, plan: StepPlan, execution: ExecutionConfig) -> LaidOut:
+    def of(
+        cls, plan: StepPlan, execution: ExecutionConfig, tables: Tables | None = None
+    ) -> LaidOut:
         """Return the parameters of a plan by the rules of an execution.
 
         Args:
-            plan: Step to plan; its own execution and table are not read.
+            plan: Step to plan; its own execution and the specs of its table are not read.
             execution: Execution with every size of its mesh filled in.
+            tables: Tables of the plan by rules that other meshes have; a new one is added.
         """
-        plan = dataclasses.replace(plan, execution=execution)
-        length = plan.sequence_length
-        table, sizes, rules = plan.on(execution).table, plan.mesh_sizes, execution.axis_rules
+        tables = {} if tables is None else tables
+        length, rules, sizes = plan.sequence_length, execution.axis_rules, execution.mesh_sizes
+        if rules not in tables:
+            tables[rules] = plan.table_by(rules)
+        table = tables[rules]
         try:
             for layout in execution.state_layout.rules:
                 table.check_divides(layout, sizes)
@@ -160,7 +171,8 @@ def mesh_flags(mesh: MeshConfig) -> list[str]:
     ]
 
 
-def divisors(number: int) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a number, by size."""
     small = [d for d in range(1, math.isqrt(max(number, 1)) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+    return (*small, *(number // d for d in reversed(small) if d * d != number))

@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.planning.abstract_step import StepPlan
-from jaxmoe.planning.search.meshes import LaidOut, divisors, with_execution
+from jaxmoe.planning.search.meshes import LaidOut, Tables, divisors, with_execution
 from jaxmoe.planning.step_time import least_time_record
 from jaxmoe.training.pipeline.stages import ModelParts
 from sharding.expert_parallel import (
@@ -108,13 +108,22 @@ class Arrangement:
         return dataclasses.replace(plan, accumulation=self.numbers[number])
 
     @property
+    def num_starts(self) -> int:
+        """Numbers of micro-batches, from the fewest, of which any may be the fastest."""
+        return len(self.numbers) if self.plan.execution.mesh.stage > 1 else 1
+
+    @property
     def smallest(self) -> StepPlan:
         """Plan that needs least memory."""
         return self.at(len(self.numbers) - 1, len(self.remats) - 1)
 
 
 def arrangements(
-    plan: StepPlan, mesh: MeshConfig, space: Space, fold: MoEMesh | None = None
+    plan: StepPlan,
+    mesh: MeshConfig,
+    space: Space,
+    fold: MoEMesh | None = None,
+    tables: Tables | None = None,
 ) -> Iterator[Arrangement | ValueError]:
     """Yield every arrangement of a mesh, or the error of one that does not divide.
 
@@ -123,6 +132,7 @@ def arrangements(
         mesh: Mesh with every size filled in.
         space: Choices to try.
         fold: Layout of the experts on the mesh, if it is not searched.
+        tables: What `LaidOut.of` shares between meshes.
     """
     base = plan.execution
     rules = _rules(mesh, space) or (base.rules,)
@@ -134,7 +144,7 @@ def arrangements(
     def laid_out(plan: StepPlan, execution: ExecutionConfig) -> LaidOut:
         key = execution.rules, execution.fold  # on one mesh nothing else is read
         if key not in layouts:
-            layouts[key] = LaidOut.of(plan, execution)
+            layouts[key] = LaidOut.of(plan, execution, tables)
         return layouts[key]
 
     for rule, pipeline, (dispatcher, own_fold) in itertools.product(rules, pipelines, spreads):

@@ -13,6 +13,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxmoe.catalog import choice
@@ -59,9 +61,13 @@ def backward_of(step: Step) -> Backward:
     Args:
         step: Model, optimiser and execution.
     """
-    name = backward_name(step.optimizer) or step.execution.backward
-    backward: Backward = choice("backward", name)()
+    backward = _member(backward_name(step.optimizer) or step.execution.backward)()
     adapter = step.model.adapter
     if adapter is None or adapter.backward is None:
         return backward
-    return choice("backward", adapter.backward)(backward)
+    return _member(adapter.backward)(backward)
+
+
+@functools.cache  # a search asks for each step
+def _member(name: str) -> Callable[..., Backward]:
+    return choice("backward", name)

@@ -36,7 +36,7 @@ from jaxmoe.training.loss import batch_context, lay_out_batch
 from jaxmoe.training.objective import TokenGiven
 from jaxmoe.training.pipeline.functions import EndSums, MicroBatches, PipelinedModel, staged_scan
 from jaxmoe.training.pipeline.head import HeadLoss, HeadTokens
-from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, check_pipeline
+from jaxmoe.training.pipeline.stages import Layers, LayerSums, ModelParts, check_stages
 from jaxmoe.training.state import TrainState
 from pallas_kernels.backend import platform
 from sharding import axes as ax
@@ -77,8 +77,8 @@ class PipelineBackward(Backward):
     name: ClassVar[str] = "pipeline"
 
     def check(self, step: Step) -> None:
-        """Refuse what a pipeline cannot train; see `check_pipeline`."""
-        check_pipeline(step.model, step.execution, step.accumulation)
+        """Refuse what a pipeline cannot train; see `check_stages`."""
+        check_stages(step.model, step.execution, step.accumulation)
 
     def sums(self, step: Step, state: TrainState, rows: Rows, gathered: Any) -> GradientSums:
         """Return the sums over the micro-batches of one step; see the base class."""

@@ -154,18 +154,28 @@ def check_pipeline(model: ModelConfig, execution: ExecutionConfig, accumulation:
         ValueError: The stages do not divide the layers, the schedule does not fit the
             micro-batches, or another choice needs the layers of all stages at once.
     """
-    _check_combinations(model, execution)
+    combinations.check_between(model=model, execution=execution)
+    check_stages(model, execution, accumulation)
+
+
+def check_stages(model: ModelConfig, execution: ExecutionConfig, accumulation: int) -> None:
+    """Check the sizes alone: what two choices do not combine is refused already.
+
+    Args:
+        model: Model to train.
+        execution: Mesh with stages, and schedule.
+        accumulation: Micro-batches of a step.
+
+    Raises:
+        ValueError: The stages do not divide the layers, or the schedule does not fit the
+            micro-batches.
+    """
     stages = execution.mesh.stage
     pipeline = execution.pipeline_order
     if stages == 1:
         return
     _check_cut(model, stages * pipeline.chunks)
     pipeline.check(stages, accumulation)
-
-
-@functools.lru_cache(maxsize=64)  # a step checks it several times, and a search thousands of steps
-def _check_combinations(model: ModelConfig, execution: ExecutionConfig) -> None:
-    combinations.check_between(model=model, execution=execution)
 
 
 @functools.lru_cache(maxsize=64)

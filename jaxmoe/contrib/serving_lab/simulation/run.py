@@ -253,18 +253,17 @@ class Simulation:
 
     def _end(self, number: int, step: EngineStep) -> None:
         instance = self.fleet.instances[number]
-        sequences = instance.queues.sequences
         works = (*step.singles, *step.pieces)
-        live = {work.id: sequences[work.id] for work in works}
+        running = instance.queues.running.copy()
         requests = self._live
         results = {work.id: requests[work.id].answer[work.index] for work in works if work.draws}
         events = self.fleet.apply(number, step, results, self.now)
         self._note(events)
         for event in events:
             if isinstance(event, End):
-                self.answers.add(live[event.id])
+                self.answers.add(running[event.id])
                 if self._keeps_sequences:
-                    self.sequences[event.id] = live[event.id]
+                    self.sequences[event.id] = running[event.id]
 
     def _note(self, events: Sequence[Event], *, is_refused: bool = False) -> None:
         for event in events:
