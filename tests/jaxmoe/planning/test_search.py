@@ -32,7 +32,7 @@ from jaxmoe.planning.step_time import least_time, predict_time, time_of
 from sharding.expert_parallel import AllToAllConfig, LocalConfig
 from sharding.fold import MoEMesh
 from sharding.mesh import MeshConfig
-from sharding.pipeline import InterleavedConfig
+from sharding.pipeline import GPipeConfig, InterleavedConfig
 from tests.jaxmoe.planning.test_planning import WIDE, plan_of
 
 MESHES = (
@@ -223,8 +223,29 @@ def test_what_parameters_add_is_bounded_and_the_same_where_a_search_shares_it():
             assert parameters.at(sizes) > 0
 
 
-def test_a_search_predicts_few_times_and_lays_parameters_out_once(monkeypatch):
-    """Counts of what costs most: of all plans of a search with every choice."""
+@pytest.mark.parametrize("stages", [2, 4])
+def test_no_number_of_micro_batches_takes_less_than_stages_that_never_wait(stages):
+    plan, chip = plan_of(MODEL, batch_size=64, length=256), CHIPS["h100"]
+    orders = (GPipeConfig(), InterleavedConfig(), InterleavedConfig(weight_gradients="deferred"))
+    if stages == 2:
+        orders += (InterleavedConfig(chunks=2),)
+    space = dataclasses.replace(EVERYTHING, pipelines=orders)
+    flops = TokenFlops.of(plan)
+    for mesh in (MeshConfig(stage=stages, tensor=2), MeshConfig(stage=stages, data=2, expert=2)):
+        found = list(arrangements(plan, mesh, space))
+        dividing = [one for one in found if isinstance(one, Arrangement)]
+        assert len(dividing) > 10
+        for arrangement in dividing[::3]:
+            own = arrangement.at(0, 0)
+            layout = Sizes.of(own, flops).layout
+            floor = least_time(Sizes.on(layout, own, never_waits=True), chip)
+            plans = (arrangement.at(n, 0) for n in range(len(arrangement.numbers)))
+            least = [least_time(Sizes.on(layout, one), chip) for one in plans]
+            assert 0.3 * min(least) < floor <= min(least) < max(least)
+
+
+def _counted(monkeypatch, *functions):
+    """Return the numbers of calls of some functions of modules or classes from now on."""
     calls = collections.Counter()
 
     def count(module, name):
@@ -236,15 +257,40 @@ def test_a_search_predicts_few_times_and_lays_parameters_out_once(monkeypatch):
 
         monkeypatch.setattr(module, name, counting)
 
-    count(best_first, "time_of")
-    count(best_first, "least_time")
-    count(best_first, "abstract_state")
-    count(StepPlan, "on")
+    for module, name in functions:
+        count(module, name)
+    return calls
+
+
+def test_a_search_with_stages_bounds_few_numbers_of_micro_batches(monkeypatch):
+    plan = plan_of(MODEL, batch_size=1024, length=256)
+    calls = _counted(monkeypatch, (best_first, "least_time"), (StepPlan, "table_by"))
+    meshes = list(enumerate_meshes(16, 1, (2, 4)))
+    found = search(plan, meshes, CHIPS["h100"], space=EVERYTHING)
+    starts = {
+        (one.record, number)
+        for mesh in meshes
+        for one in arrangements(plan, mesh, EVERYTHING)
+        if isinstance(one, Arrangement)
+        for number in one.numbers
+    }
+    assert len(found.fitting) == 5
+    assert calls["least_time"] < len(starts) / 2
+    calls.clear()
+    tables = {}
+    kept = [one for mesh in meshes for one in arrangements(plan, mesh, EVERYTHING, None, tables)]
+    assert calls["table_by"] == len(tables) < len(kept) / 10
+
+
+def test_a_search_predicts_few_times_and_lays_parameters_out_once(monkeypatch):
+    """Counts of what costs most: of all plans of a search with every choice."""
+    names = ("time_of", "least_time", "abstract_state")
+    calls = _counted(monkeypatch, *((best_first, name) for name in names), (StepPlan, "table_by"))
     plan = plan_of(MODEL, batch_size=256, length=256)
     meshes = list(enumerate_meshes(16, 1, (1, 2)))
     found = search(plan, meshes, CHIPS["h100"], space=EVERYTHING)
     assert len(found.fitting) == 5 and found.num_arrangements > 500
     assert calls["time_of"] < found.num_arrangements / 50
     assert calls["least_time"] < found.num_arrangements
-    assert calls["on"] < found.num_arrangements / 2
+    assert calls["table_by"] < found.num_arrangements / 2
     assert calls["abstract_state"] <= 2 * len(found.fitting)
