@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxmoe.serve.blocks import BlockPool, HostCopies, num_pages
+from jaxmoe.serve.blocks import BlockPool, HostCopies
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import EvictionKind, Plan
 from jaxmoe.serve.queues import Queues
@@ -30,6 +30,7 @@ from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.rules import check
 from jaxmoe.serve.sequence import Sequence
 from jaxmoe.serve.step import EngineStep, Swap, Work
+from jaxmoe.serve.tables import PageTables
 from jaxmoe.serve.view import InstanceView, may_start
 
 _NOTHING = Plan()
@@ -56,6 +57,7 @@ class Instance:
         """Tokens taken from the pool at admissions instead."""
         self.has_sharing = has_sharing
         """Whether requests share the pages of equal beginnings."""
+        self.tables = PageTables(self.pool, has_sharing=has_sharing)
         self.flying: list[EngineStep] = []
         """Steps that have started and not ended."""
         self.copies: list[tuple[int, int]] = []
@@ -256,7 +258,7 @@ class Instance:
             sequence = sequences[work.id]
             sequence.last_step = now
             is_written = work.draws and not sequence.is_cancelled
-            if work.is_scored:
+            if sequence.reads_more and work.is_scored:
                 sequence.scores[work.start :] = results[work.id].prompt
             result = results[work.id] if is_written else None
             if step.is_foreseen:
@@ -320,8 +322,7 @@ class Instance:
         if sequence.state == "swapped":
             self.dropped.append(sequence.id)
         self.queues.leave(sequence)
-        self.pool.give(sequence.pages)
-        sequence.pages = []
+        self.tables.give_back(sequence)
         sequence.forget_pending()
         sequence.state = "finished"
         del self.queues.sequences[sequence.id]
@@ -336,8 +337,7 @@ class Instance:
         self.num_preempted += 1
         sequence.preempted += 1
         pages = tuple(sequence.pages)
-        self.pool.give(sequence.pages)
-        sequence.pages = []
+        self.tables.give_back(sequence)
         sequence.named = 0
         if kind == "recompute":
             sequence.computed = 0
@@ -358,8 +358,7 @@ class Instance:
 
     def _admit(self, sequence: Sequence, hits: tuple[int, ...], now: float) -> None:
         self.queues.leave(sequence)
-        self.pool.share(hits)
-        sequence.pages, sequence.named = list(hits), len(hits)
+        self.tables.begin(sequence, hits)
         sequence.computed = len(hits) * self.facts.page_size
         self.num_cached += sequence.computed
         if sequence.admitted is None:
@@ -371,30 +370,16 @@ class Instance:
     def _restore(self, id_: int) -> Swap:
         sequence = self.queues.swapped[id_]
         self.queues.leave(sequence)
-        self._grow(sequence, sequence.computed)
+        self.tables.grow(sequence, sequence.computed)
         sequence.state = "running"
         self.queues.enter(sequence)
         return Swap(id=id_, pages=tuple(sequence.pages), num_tokens=sequence.computed)
-
-    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        count = num_pages(num_tokens, self.facts.page_size) - len(sequence.pages)
-        if count > 0:
-            pages = self.pool.take(count, sequence.pages[-1] if sequence.pages else None)
-            if pages is None:
-                raise AssertionError(f"{count} pages for sequence {sequence.id} are lacking")
-            sequence.pages += pages
 
     def _work(self, id_: int, count: int) -> Work:
         sequence = self.queues.running[id_]
         start = sequence.computed
         end = start + count
-        size = self.facts.page_size
-        pages = sequence.pages
-        if end > len(pages) * size:
-            self._grow(sequence, end)
-        for number in range(start // size, (end - 1) // size + 1):
-            if not self.pool.is_writable(pages[number]):
-                raise AssertionError(f"sequence {id_} would write to a shared or named page")
+        self.tables.cover(sequence, start, end)
         sequence.is_busy = True
         request = sequence.request
         tokens = sequence.tokens
@@ -402,9 +387,12 @@ class Instance:
         draws = end == len(tokens)
         index = sequence.num_written
         sampling = request.sampling
-        has_history = sequence.is_scored or (draws and sequence.has_history)
+        has_history = sequence.reads_more and (
+            sequence.is_scored or (draws and sampling.has_history)
+        )
         history = tuple(tokens) if has_history else ()
-        return Work(id_, ids, start, tuple(pages), draws, index, sampling, request.adapter, history)
+        pages = tuple(sequence.pages)
+        return Work(id_, ids, start, pages, draws, index, sampling, request.adapter, history)
 
     def _is_waited_for(self, sequence: Sequence) -> bool:
         """Return whether a sequence ends only when its step has ended.
@@ -436,7 +424,7 @@ class Instance:
         if result is not None:
             sequence.fulfil(result.token, now)
         if sequence.pages:
-            self._name_pages(sequence, min(work.start + len(work.tokens), sequence.computed))
+            self.tables.name(sequence, min(work.start + len(work.tokens), sequence.computed))
         return () if result is None else self._events(sequence, work, result)
 
     def _take_over(
@@ -466,16 +454,7 @@ class Instance:
         self.num_computed += count
         sequence.computed += count
         if sequence.computed >= (sequence.named + 1) * self.facts.page_size:
-            self._name_pages(sequence, sequence.computed)
-
-    def _name_pages(self, sequence: Sequence, num_tokens: int) -> None:
-        """Name the pages that are full of the first tokens of a sequence, which are known."""
-        num_full = num_tokens // self.facts.page_size
-        if self.has_sharing and num_full > sequence.named:
-            names = sequence.names()
-            for number in range(sequence.named, num_full):
-                self.pool.name(sequence.pages[number], names[number])
-                sequence.named = number + 1
+            self.tables.name(sequence, sequence.computed)
 
     def _events(self, sequence: Sequence, work: Work, result: Result) -> tuple[Event, ...]:
         """Return a token that was written, and the end of an answer that it ends."""

@@ -69,8 +69,8 @@ class Sequence:
     """Number of the request."""
     num_prompt: int = dataclasses.field(init=False)
     """Tokens of the prompt."""
-    has_history: bool = dataclasses.field(init=False)
-    """Whether the tokens before a draw are told with it."""
+    reads_more: bool = dataclasses.field(init=False)
+    """Whether some of its works read tokens beside those that they compute."""
     scores: list[PromptScore] = dataclasses.field(default_factory=list)
     """Scores of the tokens of the prompt behind its first, as far as they are computed."""
     _names: list[bytes] = dataclasses.field(default_factory=list)
@@ -79,7 +79,8 @@ class Sequence:
         request = self.request
         self.id = request.id
         self.num_prompt = len(request.prompt)
-        self.has_history = request.sampling.has_history
+        sampling = request.sampling
+        self.reads_more = sampling.has_history or sampling.num_prompt_logprobs is not None
 
     @property
     def is_free(self) -> bool:
@@ -94,7 +95,8 @@ class Sequence:
     @property
     def is_scored(self) -> bool:
         """Whether the tokens of the prompt are scored as they are computed."""
-        return self.request.sampling.num_prompt_logprobs is not None and not self.num_written
+        is_asked = self.reads_more and self.request.sampling.num_prompt_logprobs is not None
+        return is_asked and not self.num_written
 
     @property
     def left(self) -> int:

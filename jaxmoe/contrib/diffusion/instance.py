@@ -107,7 +107,7 @@ class RowsInstance(Instance):
     def _row_work(self, id_: int) -> RowWork:
         sequence = self.queues.running[id_]
         row = self._rows[id_]
-        self._grow(sequence, 1)
+        self.tables.grow(sequence, 1)
         sequence.is_busy = True
         return RowWork(
             id=id_,

@@ -12,9 +12,12 @@ from jaxmoe.contrib.serving_lab.layers import LayersInstance, LayersWork
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import Plan, PlanError, PromptPiece
 from jaxmoe.serve.requests import End, Event, Result
-from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.sequence import PENDING, Sequence
 from jaxmoe.serve.step import EngineStep, Work
 from jaxmoe.serve.view import InstanceView
+
+_NO_TOKEN = (PENDING,)
+"""Stands for a token that no executor reads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +132,19 @@ class LanesInstance(LayersInstance):
             )
         self.flying[-1:] = parts
         return tuple(parts)
+
+    def _work(self, id_: int, count: int) -> Work:
+        if self._has_tokens or count > 1:
+            return super()._work(id_, count)
+        # One for each token of an answer: nothing is computed, so that it needs neither the token
+        # nor the table.
+        sequence = self.queues.running[id_]
+        start = sequence.computed
+        self.tables.cover(sequence, start, start + 1)
+        sequence.is_busy = True
+        draws = start + 1 == len(sequence.tokens)
+        sampling = sequence.request.sampling
+        return Work(id_, _NO_TOKEN, start, (), draws, sequence.num_written, sampling)
 
     def _take_over(
         self, sequence: Sequence, work: Work, result: Any, now: float
