@@ -28,9 +28,8 @@ from jaxmoe.serve.plan import EvictionKind, Plan
 from jaxmoe.serve.queues import Queues
 from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.rules import check
-from jaxmoe.serve.sequence import Sequence
+from jaxmoe.serve.sequence import PageTables, Sequence
 from jaxmoe.serve.step import EngineStep, Swap, Work
-from jaxmoe.serve.tables import PageTables
 from jaxmoe.serve.view import InstanceView, may_start
 
 _NOTHING = Plan()
