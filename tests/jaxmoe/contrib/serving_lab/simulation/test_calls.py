@@ -13,7 +13,7 @@ from tests.support.simulated import COST, FACTS, arrivals
 
 
 def _calls(requests):
-    """Return the calls of Python functions in a simulation, and the tokens of its answers."""
+    """Return the calls of the library's functions in a simulation, and the tokens of its answers."""
     given = arrivals(requests=requests, rate=200.0, answer_median=60.0)
     facts = dataclasses.replace(FACTS, num_pages=4000)
     simulation = Simulation(given, facts, EVERY_BATCHING["split_fuse"](), COST)
@@ -21,7 +21,7 @@ def _calls(requests):
 
     def count(frame, event, argument):
         nonlocal number
-        number += event == "call"
+        number += event == "call" and "/jaxmoe/" in frame.f_code.co_filename
 
     before = sys.getprofile()
     sys.setprofile(count)
@@ -33,9 +33,10 @@ def _calls(requests):
 
 
 def test_a_simulated_token_takes_few_calls():
+    _calls(1)  # imports what is loaded when it is first used
     few, some = _calls(20)
     many, more = _calls(40)
     assert more > 1.4 * some
     assert many / more < few / some  # a step is shared by more sequences
-    assert (many - few) / (more - some) < 20
-    assert many / more < 32
+    assert (many - few) / (more - some) < 18  # of one token more; before: 23.3, now 15.5
+    assert many / more < 29  # with its part of a step; before: 33.5, now 26.1
