@@ -13,7 +13,7 @@ from tests.support.simulated import COST, FACTS, arrivals
 
 
 def _calls(requests):
-    """Return the calls of the library's functions in a simulation, and the tokens of its answers."""
+    """Return the calls of functions of the library in a simulation, and the tokens written."""
     given = arrivals(requests=requests, rate=200.0, answer_median=60.0)
     facts = dataclasses.replace(FACTS, num_pages=4000)
     simulation = Simulation(given, facts, EVERY_BATCHING["split_fuse"](), COST)
