@@ -67,6 +67,8 @@ REASONS: Final[dict[str, str]] = {
     " differentiates a step can make; it asks any adapter",
     "DispatchConfig.after_pilot": "only P/D-Serve sets its numbers of instances by measured times;"
     " the command that runs the pilot knows no member",
+    "Instance._work": "a step reads the tokens and the table of pages of its sequence; one that is"
+    " simulated computes nothing, and needs neither",
     "Instance.view": "a plan that stops between layers sees how far each piece has come; rules and"
     " policies ask any instance",
     "ItemCache.is_valid": "answers of a semantic cache age; a replay asks before it counts a hit",

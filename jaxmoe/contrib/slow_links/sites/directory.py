@@ -55,7 +55,6 @@ class DirectoryClosings:
         self._directory = pathlib.Path(directory)
         self._member = member
         self._key = key
-        self._forgotten = -1
 
     def decide(self, number: int, kind: Kind, closing: Closing) -> Closing:
         """Record a closing unless there is one, as `Transport.decide` does."""
