@@ -82,6 +82,7 @@ from jaxmoe.serve.http.server import (
     tell_accept_errors,
 )
 from jaxmoe.serve.metrics import EngineMetrics
+from jaxmoe.serve.requests import PoolingType
 
 _KEY = "JAXMOE_API_KEY"
 _FIRST_FIELDS = (
@@ -129,6 +130,8 @@ class ServeConfig:
     llama3_json, deepseek_v3, deepseek_v31, none, or auto by the marks of the chat template."""
     reasoning_parser: str = "none"
     """How reasoning is told from the content of an answer: think_tags, or none."""
+    pooling_type: PoolingType = "last"
+    """Hidden states that /v1/embeddings returns: of the last token, or the mean of all."""
     engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
     has_priority: bool = False
@@ -246,6 +249,7 @@ def _open(config: ServeConfig) -> Served:
         adapters=config.adapter_directories(),
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
+        pooling_type=config.pooling_type,
     )
     served = config.engine.open(checkpoint)
     has_key = bool(os.environ.get(_KEY))

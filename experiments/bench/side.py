@@ -3,8 +3,8 @@
 """Runs the sides of a comparison, each in a process of its own, so that thread pools stay apart.
 
 A side reads one JSON line with what it is given, prints one with its facts, and answers each
-further line with one JSON line: the seconds of a step, its result, and the peak of the process's
-resident memory, bytes.
+further line with one JSON line: the seconds of a step, its result, the seconds that processors have
+worked for it, and the peak of the process's resident memory, bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -63,12 +64,14 @@ class SideProcess:
         )
         self.facts: dict[str, Any] = self._ask(json.dumps(settings))
         self.results: list[Any] = []
+        self.cpu_seconds: list[float] = []
         self.peak_bytes = 0
 
     def step(self) -> float:
         """Return the seconds of one step; its result is added to `results`."""
-        seconds, result, self.peak_bytes = self._ask("step")
+        seconds, result, cpu_seconds, self.peak_bytes = self._ask("step")
         self.results.append(result)
+        self.cpu_seconds.append(cpu_seconds)
         return seconds
 
     def close(self) -> None:
@@ -154,4 +157,7 @@ def answer_requests(side_class: Callable[[dict[str, Any]], Side]) -> None:
     side = side_class(json.loads(sys.stdin.readline()))
     print(json.dumps({**side.facts, "loaded_bytes": peak_bytes()}), file=answers, flush=True)
     for number, _ in enumerate(sys.stdin):
-        print(json.dumps([*side.step(number), peak_bytes()]), file=answers, flush=True)
+        begin = time.process_time()
+        step = side.step(number)
+        cpu_seconds = time.process_time() - begin
+        print(json.dumps([*step, cpu_seconds, peak_bytes()]), file=answers, flush=True)

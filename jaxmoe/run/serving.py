@@ -42,6 +42,7 @@ from jaxmoe.serve.http.reasoning import ReasoningParserConfig
 from jaxmoe.serve.http.served import ChatFormat, Served, sampling_defaults
 from jaxmoe.serve.http.tools import fitting_parser
 from jaxmoe.serve.http.tools.base import ToolParserConfig
+from jaxmoe.serve.requests import PoolingType
 from jaxmoe.serve.sizes import EngineSizesConfig
 from sharding.mesh import MeshConfig
 
@@ -76,6 +77,8 @@ class ServedCheckpoint:
     chat template."""
     reasoning_parser: str = "none"
     """How the reasoning of answers is told from their content: a member of `reasoning_parser`."""
+    pooling_type: PoolingType = "last"
+    """How hidden states become an embedding."""
 
     def __post_init__(self):
         if self.tool_parser not in ("auto", "none"):
@@ -326,6 +329,7 @@ def served_by(
         tool_parser=loaded.tool_parser,
         reasoning=loaded.reasoning,
         defaults=defaults,
+        pooling_type=checkpoint.pooling_type,
         max_logprobs=sizes.num_logprobs,
         has_experts=sizes.has_experts,
         pool_bytes=sum(executor.pool_bytes for executor in executors),

@@ -30,7 +30,7 @@ class Generated:
     prompt: tuple[PromptScore, ...] | None = None
     """Scores of the tokens of the prompt behind its first, with the first token if asked for."""
     embedding: Any = None
-    """Hidden state [D] of the last token of the prompt, with the first token if asked for."""
+    """Embedding [D] of the prompt, with the first token if asked for."""
     experts: Any = None
     """Experts [tokens L K] of the tokens before this one that no earlier event had, if asked for;
     see `Result.experts`."""

@@ -228,9 +228,9 @@ class Instance:
             back=back,
             copies=tuple(self.copies),
             dropped=tuple(self.dropped),
+            is_foreseen=self.facts.steps_ahead > 0,
         )
-        if self.facts.steps_ahead and not any(work.decides_more for work in step.works):
-            step = dataclasses.replace(step, is_foreseen=True)
+        if step.is_foreseen:
             self._foresee(step)
         self.copies = []
         self.dropped = []
@@ -257,8 +257,8 @@ class Instance:
             sequence = sequences[work.id]
             sequence.last_step = now
             is_written = work.draws and not sequence.is_cancelled
-            if sequence.reads_more and work.is_scored:
-                sequence.scores[work.start :] = results[work.id].prompt
+            if sequence.reads_more and work.reads_prompt:
+                sequence.note_prompt(work.start, results[work.id])
             result = results[work.id] if is_written else None
             if step.is_foreseen:
                 events += self._confirm(sequence, work, result, now)
@@ -387,7 +387,7 @@ class Instance:
         index = sequence.num_written
         sampling = request.sampling
         has_history = sequence.reads_more and (
-            sequence.is_scored or (draws and sampling.has_history)
+            sequence.reads_prompt or (draws and sampling.has_history)
         )
         history = tuple(tokens) if has_history else ()
         pages = tuple(sequence.pages)
@@ -457,8 +457,8 @@ class Instance:
 
     def _events(self, sequence: Sequence, work: Work, result: Result) -> tuple[Event, ...]:
         """Return a token that was written, and the end of an answer that it ends."""
-        if work.is_scored:
-            result = dataclasses.replace(result, prompt=tuple(sequence.scores))
+        if work.reads_prompt:
+            result = sequence.with_prompt(result)
         token = Token(sequence.id, work.index, result)
         reason = result.ending or self._ending(sequence, result.token)
         if reason is None:

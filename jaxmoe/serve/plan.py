@@ -93,6 +93,11 @@ class Shapes:
     pieces: tuple[tuple[int, int], ...] = ()
     """Number and length (P, C) of the pieces, one compiled shape each beside `(0, 0)`."""
 
+    @property
+    def most_rows(self) -> int:
+        """Sequences of the largest step (R + P)."""
+        return self.singles + max((number for number, _ in self.pieces), default=0)
+
     def fitting(self, counts: Sequence[int]) -> tuple[int, int] | None:
         """Return the smallest compiled (P, C) that holds some pieces, None if there is none.
 

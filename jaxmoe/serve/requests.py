@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -49,6 +49,9 @@ class Grammar(Protocol):
         ...
 
 
+PoolingType = Literal["last", "mean"]
+"""The hidden state of the last token of a prompt, or the mean of all its tokens, as vLLM names
+them."""
 _MOST_BIASES = 300
 """Tokens of `logit_bias`, as in OpenAI's API."""
 
@@ -93,8 +96,8 @@ class Sampling:
     scores no prompt."""
     has_experts: bool = False
     """Whether the chosen experts of prompt and answer are returned; see `Result.experts`."""
-    has_embedding: bool = False
-    """Whether the hidden state of the last token of the prompt is returned."""
+    pooling: PoolingType | None = None
+    """How the hidden states of the tokens of the prompt become an embedding; None for none."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -118,6 +121,8 @@ class Sampling:
             raise ValueError(
                 f"min_tokens={self.min_tokens} must be from 0 to max_tokens={self.max_tokens}"
             )
+        if self.pooling not in (None, *get_args(PoolingType)):
+            raise ValueError(f"pooling={self.pooling!r} must be last or mean, or None for none")
         ids = [token for token, _ in self.logit_bias]
         if len(ids) > _MOST_BIASES or len(set(ids)) < len(ids):
             raise ValueError(
@@ -134,6 +139,11 @@ class Sampling:
     def has_history(self) -> bool:
         """Whether the tokens before a draw are told with it."""
         return self.has_penalties or self.grammar is not None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether all tokens of the prompt have to be computed, because of what is returned."""
+        return self.num_prompt_logprobs is not None or self.pooling == "mean"
 
     def changes_logits(self, index: int) -> bool:
         """Return whether the logits of a token are changed before it is drawn.
@@ -256,8 +266,11 @@ class Result:
     """Scores of the tokens of the prompt, if asked for: of a step those of its positions, of the
     first token of an answer those of the whole prompt."""
     embedding: Any = None
-    """Hidden state [D] behind the final norm of the last token of the prompt, with the first token
-    if asked for."""
+    """Embedding [D] of the prompt from the hidden states behind the final norm, with the first
+    token if asked for."""
+    states: Any = None
+    """Hidden states [tokens D] of the tokens of the prompt that a step has computed, if their mean
+    is asked for."""
     ending: EndReason | None = None
     """Why the answer ends with this token beyond stop ids and limits: its grammar is complete
     (stop), or cannot go on (error)."""

@@ -13,8 +13,10 @@ import collections.abc
 import dataclasses
 from typing import Literal
 
+import numpy as np
+
 from jaxmoe.serve.blocks import BlockPool, num_pages, page_names, root_name
-from jaxmoe.serve.requests import PromptScore, Request
+from jaxmoe.serve.requests import PromptScore, Request, Result
 
 Tokens = collections.abc.Sequence[int]
 """Token ids in a tuple, a list or an array."""
@@ -77,6 +79,9 @@ class Sequence:
     """Whether some of its works read tokens beside those that they compute."""
     scores: list[PromptScore] = dataclasses.field(default_factory=list)
     """Scores of the tokens of the prompt behind its first, as far as they are computed."""
+    state_sum: np.ndarray | None = None
+    """Sum [D] of the hidden states of the tokens of the prompt so far: in float64 and one by one,
+    so that it does not depend on the pieces of the prompt."""
     _names: list[bytes] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,7 +89,7 @@ class Sequence:
         self.id = request.id
         self.num_prompt = len(request.prompt)
         sampling = request.sampling
-        self.reads_more = sampling.has_history or sampling.num_prompt_logprobs is not None
+        self.reads_more = sampling.has_history or sampling.reads_prompt
 
     @property
     def is_free(self) -> bool:
@@ -97,9 +102,9 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def is_scored(self) -> bool:
-        """Whether the tokens of the prompt are scored as they are computed."""
-        is_asked = self.reads_more and self.request.sampling.num_prompt_logprobs is not None
+    def reads_prompt(self) -> bool:
+        """Whether something of all tokens of the prompt is returned as they are computed."""
+        is_asked = self.reads_more and self.request.sampling.reads_prompt
         return is_asked and not self.num_written
 
     @property
@@ -128,11 +133,33 @@ class Sequence:
         """Return the names of the pages that may be taken from the pool.
 
         The last token is always computed, because its output is needed; so are all tokens of a
-        prompt whose scores are asked for.
+        prompt whose scores or mean state are asked for, which no page holds.
         """
-        if self.is_scored:
+        if self.reads_prompt:
             return []
         return self.names()[: (len(self.tokens) - 1) // self.page_size]
+
+    def note_prompt(self, start: int, result: Result) -> None:
+        """Take over what a step has computed of the tokens of the prompt.
+
+        Args:
+            start: Place of the first of them.
+            result: Result of the step.
+        """
+        if result.prompt is not None:
+            self.scores[start:] = result.prompt
+        if result.states is not None:
+            states = np.asarray(result.states, np.float64)
+            sum_before = [] if not start or self.state_sum is None else [self.state_sum]
+            self.state_sum = np.add.reduce([*sum_before, *states])
+
+    def with_prompt(self, result: Result) -> Result:
+        """Return the result of the first token with what is returned of the whole prompt."""
+        scores = None if result.prompt is None else tuple(self.scores)
+        embedding = result.embedding
+        if self.state_sum is not None:
+            embedding = (self.state_sum / len(self.request.prompt)).astype(np.float32)
+        return dataclasses.replace(result, prompt=scores, embedding=embedding, states=None)
 
     def append(self, token: int, now: float) -> None:
         """Add a written token.

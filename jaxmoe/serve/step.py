@@ -31,18 +31,14 @@ class Work:
     adapter: str = ""
     """Adapter of the sequence; empty for the model itself."""
     history: Sequence[int] = ()
-    """Tokens of prompt and answer, where one is drawn with penalties or those of the prompt are
-    scored; else empty."""
+    """Tokens of prompt and answer, where one is drawn with penalties or a grammar, or something of
+    all tokens of the prompt is returned; else empty. The last is `PENDING` where that of `tokens`
+    is."""
 
     @property
-    def decides_more(self) -> bool:
-        """Whether its result decides how a later token is drawn, beside the token itself."""
-        return self.draws and self.sampling.has_history
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether tokens of the prompt are scored, as long as none of the answer is known."""
-        return self.sampling.num_prompt_logprobs is not None and not self.index
+    def reads_prompt(self) -> bool:
+        """Whether something of all tokens of the prompt is returned, which this is a part of."""
+        return self.sampling.reads_prompt and not self.index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

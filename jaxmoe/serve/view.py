@@ -19,15 +19,11 @@ from jaxmoe.serve.step import EngineStep
 def may_start(flying: AnySequence[EngineStep], facts: Facts) -> bool:
     """Return whether another step may start.
 
-    Here the engine falls back to serial steps: behind a step whose results decide how the next
-    token is drawn, such as the mask of a grammar, nothing starts until they are known.
-
     Args:
         flying: Steps that have started and not ended.
         facts: Properties of the instance.
     """
-    is_foreseen = facts.steps_ahead > 0 and all(step.is_foreseen for step in flying)
-    return len(flying) < facts.steps_at_once + (facts.steps_ahead if is_foreseen else 0)
+    return len(flying) < facts.steps_at_once + facts.steps_ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

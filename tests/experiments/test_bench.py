@@ -232,6 +232,7 @@ def test_serve_answers_as_transformers_does(tmp_path, capsys):
     sizes += ["--answer_length", "8", "--rounds", "1", "--warm_up", "0"]
     summary = _summary(tmp_path, "serve", *sizes)
     assert summary["equal_answers"] == {"engine": 1.0, "generate": 1.0, "transformers": 1.0}
+    assert min(summary["cpu_seconds"].values()) > 0
     assert "times as fast as transformers" in capsys.readouterr().out
 
 
@@ -408,9 +409,11 @@ def test_a_device_waits_from_the_end_of_a_step_until_the_next_is_launched():
     assert idle_seconds(launches, ends).tolist() == [0.0, 1.0]
 
 
-def test_the_waiting_of_a_device_is_measured(tmp_path, capsys):
+@pytest.mark.parametrize("first_request", ["penalties", "grammar"])
+def test_the_waiting_of_a_device_is_measured(first_request, tmp_path, capsys):
     small = [*SMALL_STEP[:14], "--model.vocab_size", "32"]
     sizes = ["--batches", "1", "3", "--answer_length", "40", "--rounds", "1"]
+    sizes += ["--first_request", first_request]
     arguments = ["idle", *small, *sizes, "--run.directory", str(tmp_path / "run")]
     assert bench.main(arguments) == 0
     batches = json.loads((tmp_path / "run" / "summary.json").read_text())["batches"]

@@ -124,6 +124,7 @@ def serving(
     tool_parser=None,
     reasoning=None,
     takes_priority=False,
+    pooling_type="last",
     **limits,
 ):
     """Yield the address, the endpoint and the executor of a server in a thread."""
@@ -135,7 +136,7 @@ def serving(
     given = {"codec": codec, "chat": chat, "max_logprobs": 2, "adapters": adapters or {}}
     given |= {"has_experts": has_experts, "eos_ids": eos_ids, "defaults": defaults or {}}
     given |= {"grammars": grammars, "tool_parser": tool_parser}
-    given |= {"takes_priority": takes_priority}
+    given |= {"takes_priority": takes_priority, "pooling_type": pooling_type}
     given |= {} if reasoning is None else {"reasoning": reasoning}
     further = {} if routes is None else routes(engine)
     served = Served(name="speller", engine=engine, routes=further, **given)

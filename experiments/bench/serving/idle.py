@@ -13,7 +13,7 @@ import dataclasses
 import queue
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.requests import Sampling
 from jaxmoe.serve.step import EngineStep
 
+FirstRequest = Literal["plain", "penalties", "grammar"]
 _PROMPT = 8
 _EDGE = 8
 """Steps at the begin and the end of a turn that are not counted: not all requests are in them."""
@@ -47,6 +48,8 @@ class IdleBenchConfig:
     """Tokens of each answer."""
     rounds: int = 3
     """Counted turns of each batch, after one that is not."""
+    first_request: FirstRequest = "plain"
+    """What one request of a batch asks for: penalties, or a grammar, which allows all tokens."""
 
     def __post_init__(self):
         if not self.batches or min(self.batches) < 1:
@@ -55,6 +58,27 @@ class IdleBenchConfig:
             raise ValueError(f"answer_length={self.answer_length} must be at least {4 * _EDGE}")
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds} must be at least 1")
+
+
+class AnyTokens:
+    """A grammar that every answer follows, and how far one does."""
+
+    is_done = False
+    failure = ""
+
+    def __init__(self, vocab_size: int):
+        self._mask = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+
+    def start(self) -> AnyTokens:
+        """Return the grammar itself, which has no state."""
+        return self
+
+    def mask(self) -> np.ndarray:
+        """Return all tokens."""
+        return self._mask
+
+    def take(self, token: int) -> None:
+        """Go on."""
 
 
 class WatchedExecutor:
@@ -139,8 +163,16 @@ def _turn(
     executor.ends.clear()
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, config.model.vocab_size, (batch, _PROMPT)).tolist()
-    sampling = Sampling(max_tokens=config.answer_length, temperature=0.0)
-    for stream in engine.submit_all(prompts, sampling):
+    plain = Sampling(max_tokens=config.answer_length, temperature=0.0)
+    first = {
+        "plain": plain,
+        "penalties": dataclasses.replace(plain, frequency_penalty=0.5),
+        "grammar": dataclasses.replace(plain, grammar=AnyTokens(config.model.vocab_size)),
+    }[config.first_request]
+    with engine.held():
+        streams = [engine.submit(prompts[0], first)]
+        streams += engine.submit_all(prompts[1:], plain)
+    for stream in streams:
         for _ in stream:
             pass
     while len(executor.ends) < len(executor.launches):

@@ -129,10 +129,10 @@ class DiffusionExecutor:
                 " after the other, and a masked-diffusion model fills them in in any order: leave"
                 " them out"
             )
-        if sampling.has_embedding:
+        if sampling.pooling is not None:
             raise ValueError(
-                "has_embedding asks for a hidden state, which a masked-diffusion model changes with"
-                " each step: serve a model that writes from left to right"
+                f"pooling={sampling.pooling!r} asks for hidden states, which a masked-diffusion"
+                " model changes with each step: serve a model that writes from left to right"
             )
         if sampling.has_experts:
             raise ValueError(

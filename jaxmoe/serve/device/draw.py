@@ -12,7 +12,9 @@
 in this order, that of vLLM; temperature and filters follow (`jaxmoe/models/sampling.py`). A step
 leaves its logits on the device, and this program draws from them again for the rows that ask for
 it. The tokens of other requests are those that the step has drawn, and a step without such a
-request does not run it.
+request does not run it. Penalties need nothing of the host: a token that the step before draws goes
+into the history on the device. The mask of a grammar follows that token, which the host waits for
+while the device computes the logits.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ class Adjustments(NamedTuple):
     """How the logits of N rows are changed; H tokens of a history, b biases."""
 
     history: Int[Any, "N H"]
-    """Tokens of prompt and answer; V behind the last."""
+    """Tokens of prompt and answer; V behind the last, and for one that is pending."""
+    pending: Int[Any, " N"]
+    """Place in the history of the token that the step before draws; H where all are known."""
+    sources: Int[Any, " N"]
+    """Row of that token in the step before."""
     num_prompt: Int[Any, " N"]
     """Tokens of the prompt among them."""
     presence: Float[Any, " N"]
@@ -60,6 +66,8 @@ def no_adjustments(rows: int, length: int, vocab_size: int) -> Adjustments:
     """
     return Adjustments(
         history=np.full((rows, length), vocab_size, np.int32),
+        pending=np.full(rows, length, np.int32),
+        sources=np.zeros(rows, np.int32),
         num_prompt=np.zeros(rows, np.int32),
         presence=np.zeros(rows, np.float32),
         frequency=np.zeros(rows, np.float32),
@@ -70,7 +78,14 @@ def no_adjustments(rows: int, length: int, vocab_size: int) -> Adjustments:
     )
 
 
-def set_adjustments(adjustments: Any, row: int, work: Work, mask: np.ndarray | None = None) -> None:
+def set_adjustments(
+    adjustments: Any,
+    row: int,
+    work: Work,
+    *,
+    mask: np.ndarray | None = None,
+    source: int = -1,
+) -> None:
     """Write how the logits of a request are changed into its row, in place.
 
     Args:
@@ -78,14 +93,20 @@ def set_adjustments(adjustments: Any, row: int, work: Work, mask: np.ndarray | N
         row: Row of the work.
         work: Work that draws a token.
         mask: Tokens that its grammar allows, a bit of a uint32 each; None for all.
+        source: Row in the step before that draws the last token of the work; -1 where it is known.
     """
     if mask is not None:
         width = min(len(mask), adjustments.allowed.shape[1])
         adjustments.allowed[row] = 0
         adjustments.allowed[row, :width] = mask[:width]
     sampling = work.sampling
-    adjustments.history[row, : len(work.history)] = work.history
-    adjustments.num_prompt[row] = len(work.history) - work.index
+    if sampling.has_penalties:
+        count = len(work.history) - (source >= 0)
+        adjustments.history[row, :count] = work.history[:count]
+        adjustments.num_prompt[row] = len(work.history) - work.index
+        if source >= 0:
+            adjustments.pending[row] = count
+            adjustments.sources[row] = source
     adjustments.presence[row] = sampling.presence_penalty
     adjustments.frequency[row] = sampling.frequency_penalty
     adjustments.repetition[row] = sampling.repetition_penalty
@@ -106,20 +127,26 @@ def biases_of(sampling: Sampling, index: int) -> Sequence[tuple[int, float]]:
     return (*sampling.logit_bias, *((token, -np.inf) for token in set(sampling.stop_ids)))
 
 
-def adjust_logits(logits: Float[Array, "N V"], adjustments: Adjustments) -> Float[Array, "N V"]:
+def adjust_logits(
+    logits: Float[Array, "N V"], adjustments: Adjustments, drawn: Int[Array, " M"]
+) -> Float[Array, "N V"]:
     """Return the changed logits of all rows.
 
     Args:
         logits: Logits of the next token.
         adjustments: Changes of each row.
+        drawn: Tokens that the step before has drawn.
     """
-    history = adjustments.history
     num_rows, size = logits.shape
+    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    history = jnp.asarray(adjustments.history)
+    history = history.at[rows[:, 0], adjustments.pending].set(
+        drawn[adjustments.sources], mode="drop"
+    )
     bits = jnp.arange(32, dtype=jnp.uint32)[None, None]
     is_allowed = (adjustments.allowed[:, :, None] >> bits) & 1
     is_allowed = is_allowed.reshape(num_rows, -1)[:, :size] > 0
     logits = jnp.where(is_allowed, logits, -jnp.inf)
-    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     place = jnp.arange(history.shape[1], dtype=jnp.int32)[None]
     answer = jnp.where(place >= adjustments.num_prompt[:, None], history, size)
     counts = jnp.zeros(logits.shape, jnp.float32).at[rows, answer].add(1.0, mode="drop")
@@ -156,6 +183,7 @@ def draw_adjusted(
     indices: Int[Array, " N"],
     limits: Limits,
     adjustments: Adjustments,
+    drawn: Int[Array, " M"],
     is_adjusted: Bool[Array, " N"],
     tokens: Int[Array, " M"],
 ) -> tuple[Int[Array, " M"], Float[Array, " N"]]:
@@ -167,11 +195,13 @@ def draw_adjusted(
         indices: Number of the token within each answer.
         limits: Temperatures and filters.
         adjustments: Changes of each row.
+        drawn: Tokens that the step before has drawn.
         is_adjusted: Rows that are drawn again.
         tokens: Tokens of the step, which the other rows keep, and 0 behind them.
     """
-    drawn = choose_each(adjust_logits(logits, adjustments), keys_of(seeds, indices), limits)
-    drawn = jnp.where(is_adjusted, drawn, tokens[: len(drawn)])
+    adjusted = adjust_logits(logits, adjustments, drawn)
+    chosen = choose_each(adjusted, keys_of(seeds, indices), limits)
+    chosen = jnp.where(is_adjusted, chosen, tokens[: len(chosen)])
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    logprobs = jnp.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
-    return fill_rows(drawn, len(tokens)), logprobs
+    logprobs = jnp.take_along_axis(logprobs, chosen[:, None], axis=-1)[:, 0]
+    return fill_rows(chosen, len(tokens)), logprobs

@@ -43,7 +43,12 @@ from jaxmoe.serve.device.prompt import (
     scores_of,
     targets_of,
 )
-from jaxmoe.serve.device.rows import asks_for_more, result_with
+from jaxmoe.serve.device.rows import (
+    asks_for_more,
+    result_with,
+    wants_last_state,
+    wants_states,
+)
 from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
@@ -157,7 +162,7 @@ class ModelExecutor:
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._host = HostPages()
-        self._matchers = Matchers()
+        self._matchers = Matchers(self.config.shapes.most_rows)
         self._uncollected = list[LaunchedStep]()
         self._rows: dict[int, int] = {}
         self._load: np.ndarray | None = None
@@ -196,8 +201,8 @@ class ModelExecutor:
             step: Work with its pages taken.
 
         Returns:
-            Results by sequence; those of pieces of a prompt have its scores alone, where the
-            request asks for them.
+            Results by sequence; those of pieces of a prompt have its scores and states alone, where
+            the request asks for them.
         """
         return self.collect(self.launch(step))
 
@@ -221,11 +226,10 @@ class ModelExecutor:
             outputs = self._drawn_again(outputs, inputs, placed)
             self._drawn = outputs.tokens
             self._rows = {work.id: row for work, row, _ in placed if work.draws}
-            has_embedding = any(map(_wants_embedding, step.works))
             outputs = outputs._replace(
                 logits=None,
-                hidden=None,
-                last_hidden=outputs.last_hidden if has_embedding else None,
+                hidden=outputs.hidden if any(map(wants_states, step.works)) else None,
+                last_hidden=outputs.last_hidden if any(map(wants_last_state, step.works)) else None,
             )
             for array in jax.tree.leaves((outputs, scores)):
                 array.copy_to_host_async()
@@ -262,15 +266,18 @@ class ModelExecutor:
         results = {}
         for work, row, first in launched.placed:
             prompt = scores_of(scores, work, first)
+            states = None
+            if wants_states(work):
+                states = fetched.hidden[0, first : first + len(work.tokens)]
             if work.draws:
-                result = Result(tokens[row], logprobs[row], prompt=prompt)
+                result = Result(tokens[row], logprobs[row], prompt=prompt, states=states)
                 if asks_for_more(work):
                     experts = self._experts.read(work)
                     result = result_with(result, fetched, work, row, experts)
                     result = self._matchers.ending(work, result)
                 results[work.id] = result
-            elif num_scored(work):
-                results[work.id] = Result(-1, prompt=prompt)
+            elif work.reads_prompt:
+                results[work.id] = Result(-1, prompt=prompt, states=states)
         return results
 
     def _scores(self, outputs: StepOutputs, placed: Sequence[PlacedWork]) -> PositionScores | None:
@@ -286,7 +293,11 @@ class ModelExecutor:
     def _drawn_again(
         self, outputs: StepOutputs, inputs: StepInputs, placed: Sequence[PlacedWork]
     ) -> StepOutputs:
-        """Return the outputs with the tokens of requests that change their logits."""
+        """Return the outputs with the tokens of requests that change their logits.
+
+        The mask of a grammar needs the token of the step before, which ends while the device has
+        this step to compute.
+        """
         adjusted = [
             place
             for place in placed
@@ -299,9 +310,10 @@ class ModelExecutor:
         adjustments = no_adjustments(num_rows, longest, self.model.vocab_size)
         is_adjusted = np.zeros(num_rows, bool)
         for work, row, _ in adjusted:
-            has_grammar = work.sampling.grammar is not None
-            mask = self._matchers.at(work).mask() if has_grammar else None
-            set_adjustments(adjustments, row, work, mask)
+            source = int(inputs.sources[inputs.last[row]])
+            if work.sampling.grammar is not None and source >= 0:
+                self._collect_all()
+            set_adjustments(adjustments, row, work, mask=self._matchers.mask(work), source=source)
             is_adjusted[row] = True
         tokens, logprobs = draw_adjusted(
             outputs.logits,
@@ -309,6 +321,7 @@ class ModelExecutor:
             inputs.indices,
             inputs.limits,
             adjustments,
+            inputs.drawn,
             is_adjusted,
             outputs.tokens,
         )
@@ -453,9 +466,8 @@ class ModelExecutor:
 
     def _no_tokens(self) -> Any:
         """Return what a step reads that follows none, laid out as the tokens of a step."""
-        shapes = self.config.shapes
-        rows = shapes.singles + max((number for number, _ in shapes.pieces), default=0)
-        return self.execution.placement.place(jnp.zeros(rows, jnp.int32), (None,))
+        tokens = jnp.zeros(self.config.shapes.most_rows, jnp.int32)
+        return self.execution.placement.place(tokens, (None,))
 
     def _laid_out(self, params: Any) -> Any:
         """Return the parameters as a step reads them, so that it moves none."""
@@ -478,8 +490,3 @@ class ModelExecutor:
 
 
 _EMPTY = EngineStep(singles=(), pieces=())
-
-
-def _wants_embedding(work: Work) -> bool:
-    """Return whether the hidden state of the last token of a work is asked for."""
-    return work.draws and not work.index and work.sampling.has_embedding

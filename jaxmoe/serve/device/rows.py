@@ -39,9 +39,19 @@ def asks_for_more(work: Work) -> bool:
     return (
         sampling.num_logprobs > 0
         or sampling.has_experts
-        or sampling.has_embedding
+        or sampling.pooling == "last"
         or sampling.grammar is not None
     )
+
+
+def wants_last_state(work: Work) -> bool:
+    """Return whether the hidden state of the last token of a work is asked for."""
+    return work.draws and not work.index and work.sampling.pooling == "last"
+
+
+def wants_states(work: Work) -> bool:
+    """Return whether the hidden states of all tokens of a work are asked for."""
+    return not work.index and work.sampling.pooling == "mean"
 
 
 def result_with(
@@ -60,7 +70,7 @@ def result_with(
     ids = outputs.top_ids[row, :number].tolist()
     logprobs = outputs.top_logprobs[row, :number].tolist()
     embedding = None
-    if work.sampling.has_embedding and not work.index and outputs.last_hidden is not None:
+    if wants_last_state(work) and outputs.last_hidden is not None:
         embedding = np.asarray(outputs.last_hidden[row], np.float32)
     return dataclasses.replace(
         result,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.fields import BodyFields
@@ -20,7 +20,7 @@ from jaxmoe.serve.http.structured import read_grammar, read_message_grammar
 from jaxmoe.serve.http.table import STREAM_OPTIONS, RouteName, honoured_fields, honoured_names
 from jaxmoe.serve.http.tools import TOOL_PARSERS
 from jaxmoe.serve.http.tools.request import Tools, read_tools
-from jaxmoe.serve.requests import Sampling
+from jaxmoe.serve.requests import PoolingType, Sampling
 
 _MOST_STOPS = 16
 _MOST_STOP_IDS = 128
@@ -63,6 +63,8 @@ class Asked:
     """Further arguments of `Engine.submit`."""
     is_packed: bool = False
     """Whether an embedding is the base64 of its bytes."""
+    is_normalized: bool = True
+    """Whether the length of an embedding is 1."""
     message: MessageFormat | None = None
     """How an answer becomes a message; None where it is text."""
 
@@ -110,11 +112,14 @@ def read_embedding(body: Any, served: Served) -> Asked:
     fields = _body_fields(body, "embeddings")
     prompts = _prompts(fields.any("input"), served, "input")
     request = _read_request(fields, served, prompts, None, (), default=1)
-    sampling = dataclasses.replace(request.sampling, has_embedding=True)
-    form = fields.text("encoding_format", "float")
-    if form not in ("float", "base64"):
-        raise wrong("encoding_format", f"={form!r} must be float or base64")
-    return dataclasses.replace(request, sampling=sampling, is_packed=form == "base64")
+    pooling: Any = fields.choice("pooling_type", get_args(PoolingType), served.pooling_type)
+    form = fields.choice("encoding_format", ("float", "base64"), "float")
+    return dataclasses.replace(
+        request,
+        sampling=dataclasses.replace(request.sampling, pooling=pooling),
+        is_packed=form == "base64",
+        is_normalized=fields.flag("normalize", True),
+    )
 
 
 def read_chat(body: Any, served: Served) -> Asked:

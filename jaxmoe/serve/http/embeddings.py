@@ -1,8 +1,10 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of /v1/embeddings: the hidden state of the last token of each text, of unit length.
+"""Answers of /v1/embeddings: hidden states of the tokens of each text as one vector.
 
-It is the state behind the final norm, which the model draws the next token from.
+They are the states behind the final norm, from which the model draws the next token: that of the
+last token, or the mean of all, by `pooling_type`. Vectors have unit length unless `normalize` is
+false.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ async def embed(answers: Answers, request: Asked) -> dict[str, Any]:
             code="unsupported_route",
         )
     data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, request.is_packed)}
+        {"object": "embedding", "index": index, "embedding": _written(vector, request)}
         for index, vector in enumerate(vectors)
     ]
     count = sum(map(len, request.prompts))
@@ -50,8 +52,8 @@ async def embed(answers: Answers, request: Asked) -> dict[str, Any]:
     return {"object": "list", "data": data, "model": request.model, "usage": usage}
 
 
-def _written(vector: np.ndarray, is_packed: bool) -> Any:
-    """Return a vector of unit length as numbers, or as the base64 of little-endian float32."""
-    length = max(float(np.linalg.norm(vector)), 1e-12)
-    unit = (vector / length).astype("<f4")
-    return base64.b64encode(unit.tobytes()).decode() if is_packed else unit.tolist()
+def _written(vector: np.ndarray, request: Asked) -> Any:
+    """Return a vector as numbers, or as the base64 of little-endian float32."""
+    length = max(float(np.linalg.norm(vector)), 1e-12) if request.is_normalized else 1.0
+    values = (vector / length).astype("<f4")
+    return base64.b64encode(values.tobytes()).decode() if request.is_packed else values.tolist()

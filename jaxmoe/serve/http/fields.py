@@ -49,6 +49,13 @@ class BodyFields:
         """Return a text."""
         return self._check_type(name, default, lambda value: isinstance(value, str), "a text")
 
+    def choice(self, name: str, values: tuple[str, ...], default: str) -> str:
+        """Return one of several texts, of any case."""
+        value = self.text(name, default)
+        if value.lower() not in values:
+            raise wrong(name, f"={_short(value)} must be {' or '.join(values)}")
+        return value.lower()
+
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false."""
         return self._check_type(

@@ -27,7 +27,7 @@ from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.grammars import Grammars
 from jaxmoe.serve.http.reasoning import NoReasoningConfig, ReasoningParserConfig
 from jaxmoe.serve.http.tools.base import ToolParserConfig
-from jaxmoe.serve.requests import Sampling
+from jaxmoe.serve.requests import PoolingType, Sampling
 
 _DEFAULTS = {
     "temperature": "temperature",
@@ -168,6 +168,8 @@ class Served:
     """How the reasoning of answers is told from their content."""
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Values of fields of the sampling that a request leaves out; see `sampling_defaults`."""
+    pooling_type: PoolingType = "last"
+    """How hidden states become an embedding, where a request does not say."""
     takes_priority: bool = False
     """Whether a request may go before others: where all who may ask are known."""
     max_logprobs: int = 0

@@ -217,9 +217,20 @@ FIELDS: tuple[RequestField, ...] = (
         model="the model, or `MODEL:ADAPTER`",
         input="a text, token ids, or a list of either",
         encoding_format="`float` or `base64`",
+        pooling_type="`last` token or `mean` of all, whose pages are not taken from others;"
+        " `--pooling_type` where it is left out",
+        normalize="false leaves a vector as long as it is; the default is unit length",
         user="names the session of the request, for policies",
     ),
+    *_ignore(EMBEDDINGS, request_id="the server numbers requests itself"),
     _refuse("dimensions", "a vector has the width of the model", routes=EMBEDDINGS),
+    _refuse("truncate_prompt_tokens", "a text is taken whole: shorten it", routes=EMBEDDINGS),
+    _refuse("messages", "send the text of a conversation as input", [], routes=EMBEDDINGS),
+    _refuse(
+        "add_special_tokens", "the tokenizer decides what begins a text", True, routes=EMBEDDINGS
+    ),
+    _refuse("embed_dtype", "numbers are float32", "float32", routes=EMBEDDINGS),
+    _refuse("endianness", "bytes are little-endian", "native", "little", routes=EMBEDDINGS),
 )
 """Fields of all requests."""
 _BY_ROUTE = {

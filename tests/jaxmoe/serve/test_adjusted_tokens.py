@@ -80,12 +80,13 @@ def test_tokens_are_drawn_from_the_changed_logits(changes, temperature):
     assert any(served.answers[number] != alone.answers[number] for number in (0, 2))
 
 
-def _rows(sampling, history, num_prompt):
+def _changed(logits, sampling, history, num_prompt, drawn=(), source=-1):
+    """Return the changed logits of a row whose history ends with `drawn[source]`, if that is."""
     index = len(history) - num_prompt
     adjustments = draw.no_adjustments(1, 16, VOCAB)
     work = Work(0, history[-1:], len(history) - 1, (), True, index, sampling, history=history)
-    draw.set_adjustments(adjustments, 0, work)
-    return adjustments
+    draw.set_adjustments(adjustments, 0, work, source=source)
+    return draw.adjust_logits(jnp.asarray(logits), adjustments, jnp.asarray([*drawn, 0]))
 
 
 @pytest.mark.slow
@@ -101,7 +102,7 @@ def test_changed_logits_are_those_of_transformers():
         sampling = Sampling(
             repetition_penalty=penalty, logit_bias=bias, min_tokens=9, stop_ids=(5, 6)
         )
-        found = draw.adjust_logits(jnp.asarray(logits), _rows(sampling, history, 4))
+        found = _changed(logits, sampling, history, 4)
         ids = torch.tensor([history])
         scores = torch.tensor(logits)
         for processor in (
@@ -111,6 +112,21 @@ def test_changed_logits_are_those_of_transformers():
         ):
             scores = processor(ids, scores)
         np.testing.assert_allclose(np.asarray(found), scores.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_prompt", [3, 4])
+def test_a_token_that_the_step_before_draws_is_penalised_as_a_known_one(num_prompt):
+    sampling = Sampling(frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.5)
+    logits = np.linspace(-3, 3, VOCAB, dtype=np.float32)[None]
+    known = _changed(logits, sampling, (3, 3, 5, 9, 7), num_prompt)
+    pending = _changed(logits, sampling, (3, 3, 5, 9, -1), num_prompt, drawn=(2, 7, 4), source=1)
+    other = _changed(logits, sampling, (3, 3, 5, 9, -1), num_prompt, drawn=(2, 7, 4), source=2)
+    np.testing.assert_array_equal(known, pending)
+    assert np.any(known != other)
+    changed = _adjusted(
+        logits[0], (3, 3, 5, 9)[:num_prompt], (3, 3, 5, 9, 7)[num_prompt:], sampling
+    )
+    np.testing.assert_allclose(known[0], changed, rtol=1e-6)
 
 
 def test_a_step_without_changes_runs_no_further_program(monkeypatch):

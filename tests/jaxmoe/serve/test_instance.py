@@ -151,19 +151,24 @@ def test_no_step_computes_beyond_the_last_token_of_an_answer():
     assert instance.num_computed == 4
 
 
-def test_nothing_starts_behind_a_step_whose_tokens_decide_how_the_next_are_drawn():
+def test_a_step_starts_behind_one_whose_tokens_decide_how_the_next_are_drawn():
+    """The executor is told of tokens with penalties as far as they are known."""
     facts = small(steps_ahead=1)
     instance, policy, executor = begun(facts, range(3), tokens=9)
     sampling = Sampling(max_tokens=9, frequency_penalty=1.0)
     step, results = step_of(instance, policy, executor)
     instance.submit(Request(id=1, prompt=(1, 2), sampling=sampling), 1.0)
     penal, drawn = step_of(instance, policy, executor, 1.0)
-    assert not penal.is_foreseen and [*penal.pieces[0].history] == [1, 2]
+    assert penal.is_foreseen and [*penal.pieces[0].history] == [1, 2]
     instance.apply(step, results, 2.0)
-    assert not instance.may_start
+    assert instance.may_start
+    third, _ = step_of(instance, policy, executor, 2.0)
+    works = {work.id: work for work in third.works}
+    assert [(*work.tokens, *work.history) for work in works.values()] == [(-1,), (-1, 1, 2, -1)]
     instance.apply(penal, drawn, 3.0)
-    step, _ = step_of(instance, policy, executor, 3.0)
-    assert all(-1 not in work.tokens for work in step.works) and not instance.may_start
+    fourth, _ = step_of(instance, policy, executor, 3.0)
+    history = next(work.history for work in fourth.works if work.id == 1)
+    assert [*history] == [1, 2, drawn[1].token, -1]
 
 
 def test_pages_of_a_sequence_that_has_begun_anew_are_named_as_far_as_they_are_written():

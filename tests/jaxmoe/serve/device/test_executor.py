@@ -159,7 +159,7 @@ def test_embeddings_fetch_the_rows_of_last_tokens_alone():
     launched = executor().launch(
         EngineStep(
             singles=(),
-            pieces=(Work(0, (1, 2, 3), 0, (0,), True, 0, Sampling(has_embedding=True)),),
+            pieces=(Work(0, (1, 2, 3), 0, (0,), True, 0, Sampling(pooling="last")),),
         )
     )
     arrays = launched.outputs

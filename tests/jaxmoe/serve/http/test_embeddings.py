@@ -1,6 +1,8 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/embeddings through OpenAI's client: hidden states of the last tokens of texts."""
+"""/v1/embeddings through OpenAI's client: hidden states of the tokens of texts."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,11 @@ import openai
 import pytest
 
 from jaxmoe.models.transformer import forward
+from jaxmoe.serve import Request, Result, Sampling
+from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.sequence import Sequence
 from tests.support.endpoint import Speller, serving
-from tests.support.serving import MODEL, PLAIN, executor, params
+from tests.support.serving import MODEL, PLAIN, Smaller, executor, params
 
 PROMPTS = ([3, 5, 5, 7, 11, 2], [4], list(range(1, 20)))
 
@@ -19,21 +24,31 @@ def _client(address):
     return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
 
 
-def _expected():
-    """Return the last hidden states of whole passes over the prompts, padded behind."""
+@functools.cache
+def _states():
+    """Return the hidden states of whole passes over the prompts, padded behind."""
     tokens = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     hidden = jax.jit(lambda values, ids: forward(MODEL, PLAIN, values, ids).hidden)
     states = np.asarray(hidden(params(), jnp.asarray(tokens)), np.float64)
-    ends = [row[len(prompt) - 1] for row, prompt in zip(states, PROMPTS, strict=True)]
-    return [end / np.linalg.norm(end) for end in ends]
+    return [row[: len(prompt)] for row, prompt in zip(states, PROMPTS, strict=True)]
 
 
-def test_an_embedding_is_the_hidden_state_of_the_last_token():
+def _expected(pooling="last", is_normalized=True):
+    """Return the embeddings of the prompts."""
+    vectors = [state[-1] if pooling == "last" else state.mean(axis=0) for state in _states()]
+    return [vector / (np.linalg.norm(vector) if is_normalized else 1) for vector in vectors]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_is_the_last_hidden_state_or_the_mean_of_all(pooling):
     """Equal to a whole pass, also in pieces and where the begin of a prompt is in the pool."""
-    with serving(executor()) as (address, _, _), _client(address) as client:
-        expected = _expected()
+    with (
+        serving(executor(), pooling_type=pooling) as (address, _, _),
+        _client(address) as client,
+    ):
+        expected = _expected(pooling)
         for _ in range(2):
             answer = client.embeddings.create(model="speller", input=list(PROMPTS))
             assert [item.index for item in answer.data] == [0, 1, 2]
@@ -44,6 +59,49 @@ def test_an_embedding_is_the_hidden_state_of_the_last_token():
             model="speller", input=PROMPTS[0], encoding_format="float"
         ).data[0]
         np.testing.assert_allclose(plain.embedding, expected[0], atol=2e-5)
+        for other in ("last", "mean"):
+            for is_normalized in (False, True):
+                fields = {"pooling_type": other.upper(), "normalize": is_normalized}
+                answer = client.embeddings.create(
+                    model="speller", input=list(PROMPTS), extra_body=fields
+                )
+                for state, item in zip(_expected(other, is_normalized), answer.data, strict=True):
+                    np.testing.assert_allclose(item.embedding, state, atol=5e-5)
+        # Answers take the pages of the prompts.
+        usage = client.completions.create(model="speller", prompt=PROMPTS[2], max_tokens=1).usage
+        assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+def test_a_mean_is_bitwise_as_alone_among_others_in_other_pieces_and_preempted():
+    """Whatever the pieces of a prompt are, and what of it is in the pool."""
+    prompts = [tuple(range(1, 1 + number)) for number in (19, 12, 7, 3)]
+    mean = Sampling(max_tokens=12, pooling="mean")
+    others = [((*prompt, *prompt)[:20], Sampling(max_tokens=9, seed=1)) for prompt in prompts]
+    requests = [*others[:2], *((prompt, mean) for prompt in prompts), *others[2:]]
+    with Engine(Smaller()) as engine:
+        alone = [next(iter(engine.submit(prompt, mean))).embedding for prompt in prompts]
+    for pages in (9, 32):
+        with Engine(Smaller(num_pages=pages)) as engine:
+            with engine.held():
+                streams = [engine.submit(*request) for request in requests]
+            values = [next(iter(stream)).embedding for stream in streams[2:6]]
+            assert engine.drain(60)
+        for one, other in zip(alone, values, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert engine.metrics.num_preempted or pages > 9
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_states_that_are_computed_again_are_counted_once(start):
+    """A preempted prompt begins anew at its first token, or goes on where its pages are swapped."""
+    states = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
+    request = Request(id=0, prompt=range(7), sampling=Sampling(pooling="mean"))
+    sequence = Sequence(request=request, order=0, arrived=0.0, page_size=4, tokens=range(7))
+    sequence.note_prompt(0, Result(-1, states=states[:3]))
+    sequence.note_prompt(start, Result(5, states=states[start:]))
+    mean = sequence.with_prompt(Result(5)).embedding
+    np.testing.assert_allclose(mean, states.mean(axis=0), rtol=1e-6)
+    assert sequence.prefix_names() == []
 
 
 def test_what_cannot_be_embedded_is_refused_by_its_field():
@@ -53,6 +111,7 @@ def test_what_cannot_be_embedded_is_refused_by_its_field():
             ({"input": []}, "input must be a text, token ids, or a list"),
             ({"input": ""}, "input has no token"),
             ({"input": "a", "encoding_format": "int8"}, "encoding_format='int8' must be float or"),
+            ({"input": "a", "extra_body": {"pooling_type": "cls"}}, "must be last or mean"),
             ({"input": "a", "dimensions": 2}, "a vector has the width of the model"),
         ):
             with pytest.raises(openai.BadRequestError) as caught:

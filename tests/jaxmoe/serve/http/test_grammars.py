@@ -112,6 +112,38 @@ def test_answers_parse_and_fit_their_schemas_and_other_requests_are_as_alone():
         assert fits(json.loads(_text(answer))), (schema, _text(answer))
 
 
+def test_a_step_is_launched_before_the_last_is_fetched_with_grammars_and_penalties_too(monkeypatch):
+    """The device has the logits of a step to compute when the host makes the mask of its draw."""
+    executor = _executor()
+    samplings = [
+        Sampling(max_tokens=40, grammar=GRAMMARS.regex("[a-c]{39}-")),
+        Sampling(max_tokens=40, frequency_penalty=1.0, presence_penalty=0.5, seed=1),
+        Sampling(max_tokens=40, seed=2),
+    ]
+    alone = [_answers([sampling])[0][0] for sampling in samplings]
+    num_launched, num_fetched, leads = 0, 0, []
+    step, fetch = executor._step, executor._fetch
+
+    def count_step(*arguments):
+        nonlocal num_launched
+        num_launched += 1
+        return step(*arguments)
+
+    def count_fetch(launched):
+        nonlocal num_fetched
+        num_fetched += 1
+        leads.append(num_launched - num_fetched)
+        return fetch(launched)
+
+    monkeypatch.setattr(executor, "_step", count_step)
+    monkeypatch.setattr(executor, "_fetch", count_fetch)
+    tokens, reasons, _ = _answers(samplings, executor)
+    assert tokens == alone and reasons == ["stop", "length", "length"]
+    assert re.fullmatch("[a-c]{39}-", _text(tokens[0]))
+    assert num_fetched == num_launched >= 40
+    assert sum(lead == 1 for lead in leads) >= num_launched - 4, leads
+
+
 def test_a_preempted_answer_goes_on_in_its_grammar():
     pattern = "[a-c]{20}-[0-9]{20}"
     samplings = [

@@ -297,7 +297,7 @@ class Chance(Long):
 
     def __init__(self):
         super().__init__()
-        self.matchers = Matchers()
+        self.matchers = Matchers(4)
 
     def run(self, step):
         """Return a draw for each request."""
@@ -305,8 +305,8 @@ class Chance(Long):
         for work in (*step.singles, *step.pieces):
             if not work.draws:
                 continue
-            matcher = self.matchers.at(work)
-            mask = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+            mask = self.matchers.mask(work)
+            mask = np.unpackbits(mask.view(np.uint8), bitorder="little")
             allowed = [byte for byte in (10, *range(32, 127)) if mask[byte]]
             allowed = allowed or [byte for byte in range(256) if mask[byte]]
             is_free = len(allowed) > 90
