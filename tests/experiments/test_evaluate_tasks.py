@@ -6,6 +6,8 @@ the exported one. Local tasks; nothing is downloaded."""
 import json
 import pathlib
 
+import httpx2 as httpx
+import jax
 import pytest
 
 from experiments.checkpoint import __main__ as checkpoint
@@ -15,6 +17,9 @@ from experiments.evaluate_tasks.harness import harness_model, text_tokens
 from jaxmoe.data import CorpusConfig, TextOnlyConfig
 from jaxmoe.data.tokenizer import FileConfig
 from jaxmoe.run.load import load_run
+from jaxmoe.run.serving import ServedCheckpoint, open_served
+from jaxmoe.serve.http.app import Endpoint
+from jaxmoe.serve.sizes import EngineSizesConfig
 from jaxmoe.training.score import Scorer
 from tests.experiments.test_convert_huggingface import (
     model_of,
@@ -22,6 +27,7 @@ from tests.experiments.test_convert_huggingface import (
     refused,
     trained_vocabulary,
 )
+from tests.support.endpoint import answering
 from tests.support.sentencepiece_tokenizers import BEGIN, END, write_sentencepiece
 
 TASKS = {
@@ -159,8 +165,6 @@ def test_evaluate_tasks_equals_transformers_harness(has_begin, tasks, tmp_path, 
         )
         return results["results"], results["samples"]
 
-    import jax
-
     with jax.set_mesh(assembly.mesh):
         scorer = Scorer(
             assembly.plan.model, state.params, max_length=48, execution=assembly.execution
@@ -205,3 +209,75 @@ def test_evaluate_tasks_equals_transformers_harness(has_begin, tasks, tmp_path, 
     assert again["acc,none"] == found["acc,none"]
     unknown = refused(capsys, evaluate_tasks.main, *command, "--tasks", "own_choicez")
     assert "the harness has no task own_choicez" in unknown
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the harness's own
+def test_the_clients_of_the_harness_get_the_numbers_of_evaluate_tasks(tasks, tmp_path):
+    """`local-completions` and `local-chat-completions`, unchanged, pointed at the endpoint.
+
+    They count the token that a server writes behind a scored text, which leaves them one less of
+    its length than a model in the process has.
+    """
+    pytest.importorskip("transformers", reason="not installed: extra hf")
+    lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: extra lm-eval")
+    from lm_eval.tasks import TaskManager
+
+    run = new_run(tmp_path / "run", trained_vocabulary(tmp_path), model_of(300))
+    place = str(tmp_path / "hf")
+    given = ("--to_huggingface", "auto", "--exported.max_length", "50", "--to", place)
+    assert checkpoint.main(["convert", "--run.directory", run, *given]) == ExitCode.DONE
+    assembly, state, _ = load_run(run, None)
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+
+    def asked(model, tasks=("own_choices", "own_answers"), **options):
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=[*tasks],
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=True,
+            **options,
+        )
+        return results["results"], results["samples"]
+
+    with jax.set_mesh(assembly.mesh):
+        scorer = Scorer(
+            assembly.plan.model, state.params, max_length=48, execution=assembly.execution
+        )
+        executor = evaluate_tasks.executor_of(assembly, state, scorer)
+        model = harness_model(scorer, text_tokens(assembly.source), executor)
+        wanted, wanted_samples = asked(model)
+    sizes = EngineSizesConfig(max_sequences=2, max_length=50, pieces=("1x16",), num_logprobs=1)
+    served = open_served(ServedCheckpoint(path=place, name="model", template="plain"), sizes)
+    options = {"model": "model", "max_length": 50, "num_concurrent": 2}
+    with answering(Endpoint(served), served.engine) as address:
+        url = f"{address}/v1/completions"
+        ours, samples = asked(
+            "local-completions",
+            model_args=options | {"base_url": url, "tokenizer": place, "truncate": True},
+        )
+        url = f"{address}/v1/chat/completions"
+        _, talks = asked(
+            "local-chat-completions",
+            ("own_answers",),
+            model_args=options | {"base_url": url},
+            apply_chat_template=True,
+            limit=3,  # the others do not fit into the model, and this client cuts none
+        )
+        assert ours["own_choices"]["acc,none"] == wanted["own_choices"]["acc,none"]
+        for one, other in zip(samples["own_choices"], wanted_samples["own_choices"], strict=True):
+            for (mine, greedy), (its, its_greedy) in zip(
+                one["filtered_resps"], other["filtered_resps"], strict=True
+            ):
+                assert mine == pytest.approx(its, abs=1e-4) and greedy == its_greedy
+        pairs = zip(samples["own_answers"], wanted_samples["own_answers"], strict=True)
+        whole = [one["resps"] == other["resps"] for one, other in pairs][:3]
+        assert whole == [True] * 3, "contexts that no client cuts"
+        assert len(talks["own_answers"]) == 3
+        for sample in talks["own_answers"]:
+            talk = [{"role": "user", "content": sample["doc"]["question"]}]
+            prompt = httpx.post(f"{address}/tokenize", json={"messages": talk}).json()["tokens"]
+            body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "stop": [" and "]}
+            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+            assert sample["resps"] == [[answer["choices"][0]["text"]]]

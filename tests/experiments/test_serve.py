@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import httpx2 as httpx
 import pytest
@@ -21,26 +23,54 @@ from jaxmoe.contrib.diffusion.config import DiffusionSizes
 from jaxmoe.contrib.fleet.serving import FleetSizesConfig
 from jaxmoe.contrib.serving_lab.timing import measure_run
 from jaxmoe.run import Run
+from tests.support.ports import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SIZES = ("--engine.max_sequences", "2", "--engine.pieces", "1x16", "--engine.num_logprobs", "1")
+
+
+def _watch_health(port, statuses, process):
+    """Note each status of /health once, in their order, until it is 200."""
+    while process.poll() is None and 200 not in statuses:
+        try:
+            status = httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code
+        except httpx.TransportError:
+            continue
+        statuses += [status] if [status] != statuses[-1:] else []
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("fleet", [(), ("--engine.instances", "2", "engine.dispatch:dist_serve")])
 def test_a_run_is_served_until_a_signal_drains_it(fleet, finished, tmp_path):
-    """Its data is token ids, written as numbers."""
-    words = ["--run.directory", str(finished), "--port", "0", "--to", str(tmp_path), *SIZES, *fleet]
+    """Its data is token ids, written as numbers. Before it is ready the port answers 503."""
+    port = free_port()
+    words = ["--run.directory", str(finished), "--port", str(port), "--to", str(tmp_path), *SIZES]
+    words += ["--pooling_type", "mean", "--has_priority", str(bool(fleet)), *fleet]
     command = [sys.executable, "-m", "experiments.serve", *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
+            statuses = []
+            health = threading.Thread(target=_watch_health, args=(port, statuses, process))
+            health.start()
             printed = []
             while "ready at" not in (line := process.stdout.readline()):
                 assert line, "\n".join(printed)
                 printed.append(line)
             address = re.search(r"http://\S+", line).group()
+            health.join(60)
+            assert statuses == [503, 200]
+            eager = {"prompt": [1], "max_tokens": 1, "priority": 1}
+            answer = httpx.post(f"{address}/completions", json=eager, timeout=60)
+            assert answer.status_code == (200 if fleet else 400), answer.text
+            vectors = [
+                httpx.post(f"{address}/embeddings", json={"input": [1, 2, 3]} | more, timeout=60)
+                for more in ({}, {"pooling_type": "mean"}, {"pooling_type": "last"})
+            ]
+            mean, same, last = (one.json()["data"][0]["embedding"] for one in vectors)
+            assert mean == same != last
             asked = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
             found = [httpx.post(f"{address}/completions", json=asked, timeout=60) for _ in range(2)]
             words = ["--url", address, "--run.directory", str(tmp_path / "load"), "--vocab", "16"]
@@ -59,13 +89,14 @@ def test_a_run_is_served_until_a_signal_drains_it(fleet, finished, tmp_path):
     texts = [one.json()["choices"][0]["text"] for one in found]
     assert texts[0] == texts[1] and len(texts[0].split()) == 4
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["num_ended"] == {"length": 22} and summary["pages_used"] == 0
+    num_ended = 26 if fleet else 25
+    assert summary["num_ended"] == {"length": num_ended} and summary["pages_used"] == 0
     moved = [bool(one["num_moved"]) for one in summary["instances"]]
     assert moved == ([True, False] if fleet else [False])
     seen = json.loads((tmp_path / "load" / "summary.json").read_text())
     assert (seen["requests"], seen["failed"], seen["measures"]["finished"]) == (20, 0, 20)
     assert seen["cached_tokens"] <= summary["tokens_cached"]
-    assert seen["written_tokens"] + 8 == summary["tokens_generated"]
+    assert seen["written_tokens"] + 8 + num_ended - 22 == summary["tokens_generated"]
 
 
 @pytest.mark.slow

@@ -142,13 +142,20 @@ def serving(
     served = Served(name="speller", engine=engine, routes=further, **given)
     endpoint = Endpoint(served, EndpointConfig(**limits))
     endpoint.app = app or endpoint.app
+    with answering(endpoint, engine, port) as address:
+        yield address, endpoint, executor
+
+
+@contextlib.contextmanager
+def answering(endpoint, engine, port=0):
+    """Yield the address of a server of an endpoint in a thread; its engine ends with it."""
     listening = socket.create_server(("127.0.0.1", port))
     server = make_server(endpoint, log_level="error")
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     with engine:
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}", endpoint, executor
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join()

@@ -83,6 +83,8 @@ class PageExecutor:
                 seen = self.read(work.pages, work.start + len(work.tokens))
                 self.drawn[work.id] = next_token(seen)
                 results[work.id] = Result(self.drawn[work.id])
+            elif work.reads_prompt:
+                results[work.id] = Result(-1, prompt=())
         return results
 
     def swap_out(self, swap: Swap) -> None:

@@ -65,6 +65,7 @@ class MeshExecutor(ModelExecutor):
         self._pools = jax.block_until_ready(jax.device_put(executor._pools, places))
         self._drawn = jax.device_put(executor._drawn, self._drawn.sharding)
         self._rows = executor._rows
+        self._matchers = executor._matchers
         self._host = executor._host.copy()
         self._load = executor._load
         self._experts.adopt(executor._experts)

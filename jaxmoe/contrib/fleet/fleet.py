@@ -238,12 +238,13 @@ class Fleet:
         instance = self.instances[number]
         sequences = instance.queues.sequences
         live = {id_: sequences[id_] for id_ in results if id_ in sequences}
+        drawn = [work.id for work in step.works if work.draws and work.id in results]
         events = self._note(instance.apply(step, results, now))
         for event in events:
             if isinstance(event, End) and event.reason in ("stop", "length"):
                 if not self._dispatcher.keeps(live[event.id], instance.view(now)):
                     instance.pool.demote(live[event.id].names())
-        for id_ in results if self._targets else ():
+        for id_ in drawn if self._targets else ():
             if id_ in self._targets and id_ in instance.queues.running:
                 self.move(Move(id_, number, self._targets.pop(id_)), is_live=False)
                 if id_ not in self._moves:

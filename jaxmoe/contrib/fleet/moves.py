@@ -121,6 +121,7 @@ def receive(
         first=sequence.first,
         last=sequence.last,
         scores=list(sequence.scores),
+        state_sum=sequence.state_sum,
     )
     instance.queues.add(arrived)
     return arrived

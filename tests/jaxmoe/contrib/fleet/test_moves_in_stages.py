@@ -49,10 +49,10 @@ def test_a_move_waits_for_the_steps_that_are_under_way(at):
     assert {number for number, plan in rig.plans if plan.singles} == {1}
 
 
-def test_a_move_waits_for_the_scores_of_a_prompt():
+def test_a_move_waits_for_the_scores_and_states_of_a_prompt():
     """A piece of the prompt is under way, whose tokens are counted as computed."""
     source, target = Instance(AHEAD), Instance(AHEAD)
-    sampling = Sampling(num_prompt_logprobs=0)
+    sampling = Sampling(num_prompt_logprobs=0, pooling="mean")
     source.submit(Request(id=0, prompt=tuple(range(10)), sampling=sampling), 0.0)
     (step,) = source.start(Plan(admit=(0,), pieces=(PromptPiece(0, 4),)), 0.0)
     migration = Migration(Move(0, 0, 1), source, target, is_live=True)
@@ -65,9 +65,11 @@ def test_a_move_waits_for_the_scores_of_a_prompt():
     advance()
     assert not migration.is_over and not source.view(0.0).running
     scores = [PromptScore(-1.0 - rank, rank) for rank in range(1, 5)]
-    source.apply(step, {0: Result(-1, prompt=tuple(scores))}, 1.0)
+    states = np.arange(8.0).reshape(4, 2)
+    source.apply(step, {0: Result(-1, prompt=tuple(scores), states=states)}, 1.0)
     advance()
     assert migration.has_landed and target.queues.running[0].scores == scores
+    assert target.queues.running[0].state_sum.tolist() == [12.0, 16.0]
 
 
 @pytest.mark.parametrize("at", PLACES)
@@ -169,6 +171,16 @@ def test_a_hand_over_after_the_first_token_copies_each_page_once(length):
     singles = [number for number, plan in rig.plans if plan.singles]
     pieces = [number for number, plan in rig.plans if plan.pieces]
     assert set(singles) == {1} and set(pieces) <= {0}
+
+
+def test_a_prompt_that_is_read_whole_is_handed_over_behind_its_last_piece():
+    """Its pieces have results of their own, which are no first token."""
+    sampling = Sampling(max_tokens=9, num_prompt_logprobs=0)
+    request = Request(id=0, prompt=tuple(range(16)), sampling=sampling)
+    batching = BATCHING["split_fuse"](budget=4)
+    rig = Rig(FACTS, ScriptedConfig(decode=1), policy=batching).serve([(0.0, request)])
+    check_tokens(rig, [(0.0, request)])
+    assert [number for number, plan in rig.plans if plan.pieces] == [0] * 4
 
 
 def test_hand_overs_wait_for_a_place_and_pages():
