@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[4]
 REQUESTS, THREADS = 2000, 8
 BAD = (
     ({"prompt": [300]}, 400),
-    ({"prompt": "a", "max_token": 1}, 400),
+    ({"prompt": "a", "use_beam_search": True}, 400),
     ({"prompt": "a" * 128}, 400),
     ({"prompt": "a", "model": "x"}, 404),
     ({}, 400),
