@@ -12,8 +12,7 @@
 
 Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize,
 /detokenize, /health, /metrics (Prometheus), /reshard, and / (a page to chat with and to watch the
-load). Several instances answer
-behind one address, and /metrics has the numbers of each.
+load). Several instances answer behind one address, and /metrics has the numbers of each.
 
     python -m experiments.serve --engine.instances 2 engine.scaling:slo --engine.scaling.tpot 0.1
     python -m experiments.serve engine.scaling:elastic_experts --engine.scaling.tpot 0.1
@@ -129,9 +128,9 @@ class ServeConfig:
     """How calls of tools are written: hermes, mistral,
     llama3_json, deepseek_v3, deepseek_v31, none, or auto by the marks of the chat template."""
     reasoning_parser: str = "none"
-    """How reasoning is told from the content of an answer: think_tags, or none."""
+    """How reasoning is told apart: think_tags or none."""
     pooling_type: PoolingType = "last"
-    """Hidden states that /v1/embeddings returns: of the last token, or the mean of all."""
+    """Embeddings: the last hidden state, or the mean of all."""
     engine: ServerConfig = dataclasses.field(default_factory=default_server)
     """Sizes of the engine."""
     has_priority: bool = False
