@@ -94,6 +94,9 @@ class GenerateConfig:
     """Layers on the device, such as window:4, while the others stay in host memory; None: all."""
     experts: str | None = None
     """Routed experts on the device, such as slots:16 or slots:16:lfu; None: all."""
+    drafts: bool = False
+    """Whether the modules of the model (model.options.predictor) draft tokens that it checks
+    together: the same text in fewer passes."""
     cache_pages: int | None = None
     """Pages of keys and values with the largest scores that a generated token reads, beside the
     first and the latest; all when None. It changes the text."""
@@ -133,6 +136,11 @@ class GenerateConfig:
                 f"layers={self.layers} and experts={self.experts} both keep parameters in host"
                 " memory: choose one"
             )
+        if self.drafts and (self.layers or self.experts):
+            raise ValueError(
+                "drafts are made by a model on the device, and layers or experts stay in host"
+                " memory: leave one of them out"
+            )
         if self.layers is not None:
             return choice("host_parameters", "window").parse(self.layers).build()
         if self.experts is not None:
@@ -157,6 +165,7 @@ def main(argv: Sequence[str]) -> int:
             cache=config.cache,
             initial=config.run.initial,
         )
+        programs = _drafts(run) if config.drafts else offload
         settings = {
             "length": config.length,
             "temperature": config.temperature,
@@ -167,16 +176,16 @@ def main(argv: Sequence[str]) -> int:
             "stop": config.stop,
             "eos": config.eos,
             "step": config.run.step,
-            "programs": offload,
+            "programs": programs,
             "task": config.task,
             "reading": part_of_cache(config.reading, config.cache_pages),
         }
         if config.chat:
             _talk(open_chat(run, system=config.system, template=config.template), settings)
-            return _end(config, run, offload)
+            return _end(config, run, programs)
         if len(prompts) == 1 and config.to is None:
             _print_streamed(run, prompts[0], settings)
-            return _end(config, run, offload)
+            return _end(config, run, programs)
         samples = run.generate(prompts, **settings)
     if samples[0].precision:
         write(samples[0].precision)
@@ -186,14 +195,29 @@ def main(argv: Sequence[str]) -> int:
     else:
         for sample in samples:
             write(str(sample))
-    return _end(config, run, offload)
+    return _end(config, run, programs)
 
 
-def _end(config: GenerateConfig, run: Run, offload: HostPrograms | None) -> int:
-    """Print what was moved, end the thread that moved it, and say what follows."""
-    if offload is not None:
-        offload.close()
-        say(str(offload))
+def _drafts(run: Run) -> HostPrograms:
+    """Return programs in which modules of the model of a run draft.
+
+    Raises:
+        ValueError: It has none.
+    """
+    predictor = run.config.model.extras.predictor
+    if predictor is None:
+        raise ValueError(
+            "drafts=True, and the model of the run has no modules that draft"
+            " (model.options.predictor): leave it out"
+        )
+    return predictor.drafts()
+
+
+def _end(config: GenerateConfig, run: Run, programs: HostPrograms | None) -> int:
+    """Print what was moved or drafted, end the thread that moved it, and say what follows."""
+    if programs is not None:
+        programs.close()
+        say(str(programs))
     has_adapter = run.config.model.adapter is not None
     say_next(after_text(config.run.directory, has_adapter=has_adapter))
     return int(ExitCode.DONE)

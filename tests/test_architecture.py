@@ -329,6 +329,7 @@ REGISTRIES = {
         "next_token",
         "masked_diffusion",
         "swept_layers",
+        "multi_token_prediction",
         "policy_gradient",
     },
     "jaxmoe.training.estimators:ESTIMATORS": {

@@ -38,6 +38,7 @@ from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Nonfinite, Tenso
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
 from jaxmoe.data import SourceKind
+from jaxmoe.models.predictor import Predictor
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
 from jaxmoe.run.directory import RunDirectory
@@ -51,6 +52,7 @@ from jaxmoe.run.provenance.saved import (
     write_generation,
 )
 from jaxmoe.tracking.console import format_bytes
+from jaxmoe.training import OBJECTIVES, Objective
 from jaxmoe.training.state import state_around
 
 ExportFamily = Literal[
@@ -109,6 +111,9 @@ class ImportConfig:
     """Tokens of a sequence."""
     nonfinite: Nonfinite = "refuse"
     """Whether weights that are NaN or infinite are refused or kept."""
+    predictor: Predictor | None = None
+    """Modules after the last layer to read, which predict tokens further ahead; None leaves those
+    of the files out."""
     base: str | None = None
     """Model that an adapter of PEFT adapts: run directory, or directory or name on the hub of a
     Hugging Face model; the one that the adapter names when None."""
@@ -208,7 +213,9 @@ def import_run(source: str, target: pathlib.Path, options: ImportConfig) -> str:
             f"from_huggingface={source} is not a directory: give the one with config.json, or a"
             " name on the Hugging Face hub, such as allenai/OLMoE-1B-7B-0924"
         )
-    model, tensors = open_huggingface(place, nonfinite=options.nonfinite)
+    model, tensors = open_huggingface(
+        place, nonfinite=options.nonfinite, predictor=options.predictor
+    )
     texts = read_tokenizer_files(place)
     fields = read_fields(place)
     generation = read_generation(place)
@@ -217,7 +224,9 @@ def import_run(source: str, target: pathlib.Path, options: ImportConfig) -> str:
         model=model,
         data=_data(options.data, place, texts, fields),
         training=TrainingConfig(
-            batch_size=options.batch_size, sequence_length=options.sequence_length
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+            objective=_objective(options.predictor),
         ),
         evaluation=EvaluationConfig(batches=options.batches),
     )
@@ -251,6 +260,11 @@ def import_run(source: str, target: pathlib.Path, options: ImportConfig) -> str:
             f"data: {assembly.source.describe(options.sequence_length)}",
         ]
     )
+
+
+def _objective(predictor: Predictor | None) -> Objective:
+    """Return what trains an imported model: the next token, or what its modules predict too."""
+    return OBJECTIVES["next_token" if predictor is None else predictor.objective]()
 
 
 def _under(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ _FAMILY_LAYERS: Final = "jaxmoe.contrib.family_layers.combinations:ROWS"
 _LEVELS: Final = "jaxmoe.contrib.levels.combinations:ROWS"
 _LINEAR_ATTENTION: Final = "jaxmoe.contrib.linear_attention.combinations:ROWS"
 _MKOR: Final = "jaxmoe.contrib.mkor.combinations:ROWS"
+_MULTI_TOKEN: Final = "jaxmoe.contrib.multi_token_prediction.combinations:ROWS"
 _RL: Final = "jaxmoe.contrib.rl.combinations:ROWS"
 _SLOW_LINKS: Final = "jaxmoe.contrib.slow_links.combinations:ROWS"
 _TELEMETRY: Final = "jaxmoe.contrib.telemetry.combinations:ROWS"
@@ -43,6 +44,7 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("execution.sequence_parallel", ("levels",), _LEVELS),
     ("model.mixers.*", ("lightning",), _LINEAR_ATTENTION),
     ("model.mixers.*", ("sparse_latent",), _FAMILY_LAYERS),
+    ("model.options.predictor", ("multi_token_prediction",), _MULTI_TOKEN),
     ("optimizer", ("mkor",), _MKOR),
     ("rl", (), _RL),
     ("training.objective", ("policy_gradient",), _RL),

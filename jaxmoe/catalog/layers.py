@@ -366,6 +366,12 @@ _ROWS: Final = {
         "Two halves of a device's rows that pass through a layer alternately (TokenWeave).",
     ),
 }
+_PREDICTOR: Final = {
+    "multi_token_prediction": (
+        "jaxmoe.contrib.multi_token_prediction.config:MultiTokenModulesConfig",
+        "Modules with a layer each that predict tokens further ahead (DeepSeek-V3).",
+    ),
+}
 
 BASES: Final = {
     "router": "jaxmoe.routing.base:RouterBase",
@@ -381,6 +387,7 @@ BASES: Final = {
     "rope_scaling": "jaxmoe.layers.rotary:RopeScaling",
     "norm": "jaxmoe.layers.norms:NormBase",
     "loop": "jaxmoe.models.loop:LayerLoop",
+    "predictor": "jaxmoe.models.predictor:Predictor",
     "rows": "jaxmoe.layers.rows:ExecutionRows",
 }
 
@@ -398,5 +405,6 @@ MEMBERS: Final = {
     "rope_scaling": _ROPE_SCALING,
     "norm": _NORM,
     "loop": _LOOP,
+    "predictor": _PREDICTOR,
     "rows": _ROWS,
 }

@@ -117,6 +117,10 @@ _OBJECTIVE: Final = {
         "jaxmoe.contrib.layerwise.swept_layers:SweptLayersConfig",
         "Predict each token, also from layers that are evaluated in parallel sweeps (SNLP).",
     ),
+    "multi_token_prediction": (
+        "jaxmoe.contrib.multi_token_prediction.objective:MultiTokenPredictionConfig",
+        "Predict each token, and those further ahead by the modules of the model (DeepSeek-V3).",
+    ),
     "policy_gradient": (
         "jaxmoe.contrib.rl.objective:PolicyGradientConfig",
         "Make answers with a high reward likelier (GRPO); needs rollouts, see experiments.rl.",

@@ -34,6 +34,7 @@ from jaxmoe.layers.residual import Residual, StandardResidualConfig
 from jaxmoe.layers.rotary import YarnConfig as YarnConfig
 from jaxmoe.layers.rows import NestedRows, RowTransform, rows_of
 from jaxmoe.models.loop import LayerLoop
+from jaxmoe.models.predictor import Predictor
 from jaxmoe.models.stacks import Layer, LayerStack, Scan, group_layers
 from jaxmoe.routing.composition import RoutingWarning, causal_advice
 
@@ -69,8 +70,11 @@ class ModelOptions:
 
     has_head_bias: bool = False
     """Whether the output logits have a bias for each token of the vocabulary."""
+    predictor: Predictor | None = None
+    """Modules after the last layer that predict tokens further ahead; None: there are none."""
 
     def __post_init__(self):
+        check_choices("model.options", self)
         if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
             raise ValueError(
                 f"model.options.logits_softcap={self.logits_softcap} must be a number above 0, or"
@@ -135,6 +139,8 @@ class ModelConfig:
         self._check_layers()
         if self.loop is not None:
             self.loop.check(self.num_layers)
+        if self.extras.predictor is not None:
+            self.extras.predictor.check(self)
         combinations.check(model=self)
         if self.moe and self.attention.is_causal:
             for text in causal_advice(self.moe):
@@ -246,6 +252,18 @@ class ModelConfig:
     def stacks(self) -> tuple[LayerStack, ...]:
         """Equal layers whose parameters are stacked under one path, in the order of the paths."""
         return tuple(stack for scan in self.scans for stack in scan.stacks)
+
+    @property
+    def further_scan(self) -> Scan | None:
+        """Layers of the modules after the last layer; None without such modules."""
+        predictor = self.extras.predictor
+        return None if predictor is None else predictor.scan(self.kinds, self.num_moe_layers)
+
+    @property
+    def num_router_states(self) -> int:
+        """Number of routers with a state, those of modules after the last layer included."""
+        further = () if self.further_scan is None else self.further_scan.stacks
+        return self.num_moe_layers + sum(len(stack.moe_layers) for stack in further)
 
     @property
     def layer_numbers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

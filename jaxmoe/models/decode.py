@@ -214,9 +214,10 @@ MakePrograms = Callable[[ModelConfig, ExecutionConfig, int, bool, bool], Program
 
 
 class HostPrograms(abc.ABC):
-    """Makes the programs of `stream` for parameters that are in host memory, some or all of them.
+    """Makes the programs of `stream` in a form of its own: for parameters in host memory, or with
+    drafts.
 
-    `str` says what was moved.
+    `str` says what was moved, or drafted.
     """
 
     @abc.abstractmethod

@@ -77,6 +77,9 @@ class Output:
     """Caches with the new entries, when they were given; see `jaxmoe.models.cache`."""
     observations: Observations | None = None
     """What the observer has seen, of every layer."""
+    further: dict[str, Float[Array, ""]] = struct.field(default_factory=dict)
+    """Terms of the loss of an objective beside the likelihood of the tokens, summed over tokens;
+    part of the summed loss of a training pass."""
 
 
 class Transformer(nn.Module):
@@ -168,6 +171,8 @@ class Transformer(nn.Module):
         x = rows.leave(flow, shared, execution).x
         x = x if is_laid_out else lay_back(x, order, execution)
         x = model.norm.build(model.embed_dim, model.norm_epsilon, name="final_norm")(x)
+        if self.is_initializing() and (predictor := model.extras.predictor) is not None:
+            predictor.declare(model, execution, first_stream(model, table, tokens, execution))
         read = read_at(x, logits_at, execution.placement)
         weight = Head(model, name="head")(table)
         return Output(
@@ -240,11 +245,11 @@ def balance_losses(
 
 def initial_router_state(model: ModelConfig) -> Any:
     """Return fresh state of all routers, stacked over MoE layers; empty where they have none."""
-    if model.moe is None or not model.num_moe_layers:
+    if model.moe is None or not model.num_router_states:
         return {}
     router = model.moe.build_router(model.embed_dim)
     # Each layer has its own key, the same on every mesh, for states that start at random.
-    keys = jax.random.split(jax.random.key(0), model.num_moe_layers)
+    keys = jax.random.split(jax.random.key(0), model.num_router_states)
     states = [router.init(key)[1] for key in keys]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 

@@ -150,6 +150,7 @@ def compute_gradients(
             step, params, state, micro, gathered, has_rows=step.reads_row_losses, view=view
         )
         loss = nll / total_weight
+        terms = {name: term / total_weight for name, term in output.further.items()}
         losses = output.losses
         if output.statistics is not None and other_statistics is not None and is_whole:
             wide = linearized_losses(model, output.statistics, other_statistics, share)
@@ -162,7 +163,9 @@ def compute_gradients(
             losses = {name: share * value for name, value in losses.items()}
         head = observer_of(step.execution).head(params, output.hidden, micro.batch, step)
         observations = unite(output.observations, head)
-        return loss + sum(losses.values()), (loss, losses, output.statistics, observations, rows)
+        whole = loss + sum(losses.values())
+        likelihood = loss - sum(terms.values()) if terms else loss
+        return whole, (likelihood, losses | terms, output.statistics, observations, rows)
 
     trained = state.params if table is None else table.select_trained(state.params)
     grads, extra_args, (loss, losses, *aside) = backward.differentiate(

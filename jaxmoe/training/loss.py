@@ -238,16 +238,27 @@ def forward_and_row_nll(
     summed = partial(
         summed_loss,
         weight=head_weight(params, model),
-        batch=batch,
         model=model,
         execution=execution,
         objective=objective,
     )
-    nll, rows = summed(output.hidden, has_rows=has_rows)
+    nll, rows = summed(output.hidden, batch=batch, has_rows=has_rows)
     if objective is not None and options.get("train"):
-        call = LossCall(model, execution, params, batch, lambda hidden: summed(hidden)[0], options)
-        further_loss = objective.further_loss(call)
-        nll = nll if further_loss is None else nll + further_loss
+        call = LossCall(
+            model=model,
+            execution=execution,
+            params=params,
+            batch=batch,
+            output=output,
+            loss_of=lambda hidden, batch: summed(hidden, batch=batch)[0],
+            order=order,
+            context=context,
+            options=options,
+        )
+        term, output = objective.further_loss(call)
+        if term is not None:
+            nll = nll + term
+            output = dataclasses.replace(output, further={objective.name: term})
     return nll, rows, output
 
 

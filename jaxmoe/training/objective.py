@@ -22,7 +22,9 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.data.source import Source
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Output
 from sharding.constrain import Placement
+from sharding.sequence_parallel import TokenOrder
 
 
 # Not checked at run time: tree functions also fill records with shapes and specs.
@@ -46,8 +48,14 @@ class LossCall(NamedTuple):
     """Parameters of the model."""
     batch: Batch
     """Rows."""
-    loss_of: Callable[[Float[Array, "B S D"]], Float[Array, ""]]
-    """Summed loss of activations after the final norm."""
+    output: Output
+    """Output of the model."""
+    loss_of: Callable[[Float[Array, "B S D"], Batch], Float[Array, ""]]
+    """(activations after a norm, rows) -> the summed loss of the head's predictions."""
+    order: TokenOrder | None
+    """Order in which the rows are laid out."""
+    context: dict[str, Array]
+    """Further arrays [B S ...] for routers."""
     options: dict[str, Any]
     """Further arguments of the pass: key, router state."""
 
@@ -144,14 +152,17 @@ class Objective(abc.ABC):
         """
         return nll * given.weights
 
-    def further_loss(self, call: LossCall) -> Float[Array, ""] | None:
+    def further_loss(self, call: LossCall) -> tuple[Float[Array, ""] | None, Output]:
         """Return None: the loss of the tokens is the whole loss of a training pass.
 
         Args:
             call: The pass.
+
+        Returns:
+            A term of the loss that is summed over tokens as theirs is, or None; and the output of
+            the pass, with what the term adds to its losses and statistics.
         """
-        del call
-        return None
+        return None, call.output
 
     def has_signal(self, batch: Batch) -> Bool[Array, ""] | None:
         """Return whether there is anything to learn from a batch; None where there always is.

@@ -173,6 +173,12 @@ CHOICES: Mapping[str, tuple[Fields, ...]] = {
             "model.attention.is_causal": False,
         },
         {"training.objective": choice("objective", "swept_layers")()},
+        {
+            "training.objective": choice("objective", "multi_token_prediction")(),
+            "model.options": ModelOptions(
+                predictor=choice("predictor", "multi_token_prediction")(depth=2)
+            ),
+        },
     ),
 }
 """Choices by field; one draw makes choices of two fields."""

@@ -103,6 +103,11 @@ ONE_BIT = {"replicas": choice("replicas", "one_bit_adam")(workers=2)}
 BYTES = choice("tokenizer", "bytes")()
 TRAINED = choice("tokenizer", "trained")()
 SWITCH = {"model.adapter": choice("adapter", "switch_lora")()}
+MODULES = {
+    "model.options": ModelOptions(predictor=choice("predictor", "multi_token_prediction")()),
+    "training.objective": choice("objective", "multi_token_prediction")(),
+}
+NEXT_TOKEN = {"training.objective": choice("objective", "next_token")()}
 REMIX = {"model.adapter": choice("adapter", "remix")()}
 
 
@@ -401,6 +406,11 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (SWEPT | SEQ | AUTO, {"execution.mesh.seq": 1}),
     (SWEPT | FORWARD, BACKPROP),
     (SWEPT | MKOR, {"optimizer": choice("optimizer", "adamw")()}),
+    (MODULES | NEXT_TOKEN, {"model.options": None}),
+    (MODULES | STAGES, ONE_STAGE),
+    (MODULES | {"model.adapter": choice("adapter", "lora")()}, {"model.adapter": None}),
+    (MODULES | FORWARD, BACKPROP),
+    (MODULES | MKOR, {"optimizer": choice("optimizer", "adamw")()}),
     (
         {
             "execution.mesh.seq": 6,

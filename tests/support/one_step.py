@@ -14,6 +14,7 @@ from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.scaling.initialize import parameter_table
+from jaxmoe.training import NextTokenConfig
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
@@ -21,6 +22,7 @@ from tests.support.meshes import MESHES, mesh_of
 from tests.support.models import BATCH, LENGTH
 
 SGD = optax.sgd(1.0)
+NEXT_TOKEN = NextTokenConfig()
 
 
 def params_of(model):
@@ -69,7 +71,17 @@ def step_once(model, rows, **given):
     }
 
 
-def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None, skipping=None):
+def stepped(
+    model,
+    rows,
+    *,
+    parts=1,
+    form="buffer",
+    mesh=None,
+    execution=None,
+    skipping=None,
+    objective=NEXT_TOKEN,
+):
     """State and metrics of one step from fresh router state.
 
     Args:
@@ -80,6 +92,7 @@ def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None, s
         mesh: a row of tests/support/meshes.py; no mesh when None.
         execution: in place of such a row, with its mesh; no mesh for one device.
         skipping: layers that micro-batches leave out.
+        objective: what is predicted.
     """
     params = params_of(model)
     state = TrainState(
@@ -103,6 +116,7 @@ def stepped(model, rows, *, parts=1, form="buffer", mesh=None, execution=None, s
         clip=None,
         accumulated_balance=form,
         gradients=None if skipping is None else skipping.gradients,
+        objective=objective,
     )
     if made is None:
         state, metrics = step(state, rows)

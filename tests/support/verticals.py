@@ -143,6 +143,23 @@ VERTICALS = {
             "sharding/products/*",
         ),
     ),
+    "multi_token_prediction": Vertical(
+        sources=("jaxmoe/contrib/multi_token_prediction/*",),
+        tests=("tests/jaxmoe/contrib/multi_token_prediction/*",),
+        smoke=(
+            "tests/jaxmoe/contrib/multi_token_prediction/test_objective.py"
+            "::test_tokens_of_another_document_are_not_read"
+        ),
+        sockets=(
+            "jaxmoe/models/predictor.py",
+            "jaxmoe/models/decode.py",
+            "jaxmoe/models/layer_scan.py",
+            "jaxmoe/training/objective.py",
+            "jaxmoe/training/loss.py",
+            "jaxmoe/checkpoint/huggingface/weights.py",
+        )
+        + _LAYERS,
+    ),
     "family_layers": Vertical(
         sources=("jaxmoe/contrib/family_layers/*",),
         tests=("tests/jaxmoe/contrib/family_layers/*",),

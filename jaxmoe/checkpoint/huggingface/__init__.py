@@ -52,7 +52,12 @@ from jax.sharding import Mesh
 from jaxmoe.checkpoint.huggingface.export import CONFIG
 from jaxmoe.checkpoint.huggingface.export import to_huggingface as to_huggingface
 from jaxmoe.checkpoint.huggingface.families.own import family_of
-from jaxmoe.checkpoint.huggingface.family import Family, text_fields, without_constants
+from jaxmoe.checkpoint.huggingface.family import (
+    Family,
+    text_fields,
+    without_constants,
+    without_copies,
+)
 from jaxmoe.checkpoint.huggingface.files import open_tensors
 from jaxmoe.checkpoint.huggingface.paths import check_plain, plain_file, read_object
 from jaxmoe.checkpoint.huggingface.placing import load
@@ -61,6 +66,7 @@ from jaxmoe.checkpoint.huggingface.validation import check_fields, check_sizes
 from jaxmoe.checkpoint.huggingface.weights import Nonfinite, Tensors
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.predictor import Predictor
 from sharding.rules import FULLY_SHARDED, LogicalAxisRules
 
 logger = logging.getLogger(__name__)
@@ -82,6 +88,7 @@ def from_huggingface(
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
     nonfinite: Nonfinite = "refuse",
+    predictor: Predictor | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Read a model of `transformers`.
 
@@ -96,6 +103,7 @@ def from_huggingface(
             one device when None.
         rules: Rules from logical axes to mesh axes.
         nonfinite: Whether values that are NaN or infinite are refused or kept.
+        predictor: Modules after the last layer to read; those of the files are left out when None.
 
     Returns:
         The model, and parameters with the structure, shapes and dtype (f32) of
@@ -108,7 +116,9 @@ def from_huggingface(
             unexpected, of another shape, not floating point or not finite; or the routers have
             biases, which are state (use `read_huggingface`).
     """
-    model = read_huggingface(config, state_dict, mesh=mesh, rules=rules, nonfinite=nonfinite)
+    model = read_huggingface(
+        config, state_dict, mesh=mesh, rules=rules, nonfinite=nonfinite, predictor=predictor
+    )
     if model.router_state and np.any(model.router_state["bias"]):
         raise CheckpointError(
             "the routers of this model have biases (e_score_correction_bias), which are router"
@@ -125,6 +135,7 @@ def read_huggingface(
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = FULLY_SHARDED,
     nonfinite: Nonfinite = "refuse",
+    predictor: Predictor | None = None,
 ) -> Imported:
     """Read a model of `transformers` with its router state, such as DeepSeek-V3's biases.
 
@@ -133,7 +144,9 @@ def read_huggingface(
     Raises:
         CheckpointError: See `from_huggingface`.
     """
-    model, tensors = open_huggingface(config, state_dict, rules=rules, nonfinite=nonfinite)
+    model, tensors = open_huggingface(
+        config, state_dict, rules=rules, nonfinite=nonfinite, predictor=predictor
+    )
     params, state = load(tensors, mesh=mesh, axis_rules=rules)
     return Imported(model, params, state)
 
@@ -144,6 +157,7 @@ def open_huggingface(
     *,
     rules: LogicalAxisRules = FULLY_SHARDED,
     nonfinite: Nonfinite = "refuse",
+    predictor: Predictor | None = None,
 ) -> tuple[ModelConfig, Tensors]:
     """Return a model and a reader of its parameters, one layer at a time.
 
@@ -164,6 +178,8 @@ def open_huggingface(
         where = f"{_config_file(config)}: "
     try:
         family = family_of(fields)
+        if predictor is not None:
+            family = predictor.family(family)
         model = family.model(fields)
     except ValueError as error:
         raise CheckpointError(f"{where}{error}") from error
@@ -177,6 +193,7 @@ def open_huggingface(
     check_sizes(model, fields, tensors, family.rules, where)
     tensors = _compute(family, fields, tensors)
     tensors = without_constants(tensors, family.constants(model))
+    tensors = without_copies(tensors, family.copies(model))
     opened = Tensors(model, family.rules, tensors, axis_rules=rules, nonfinite=nonfinite)
     return model, opened
 

@@ -14,7 +14,9 @@ model is exported as a family only if the family computes the same logits
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import logging
 import os
 import pathlib
 import re
@@ -41,10 +43,12 @@ from jaxmoe.checkpoint.huggingface.weights import (
 )
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.configs import closest
-from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.config import ModelConfig, ModelOptions
 from jaxmoe.models.transformer import initial_router_state
 from jaxmoe.parameters import ParameterSpec
 from jaxmoe.scaling.initialize import parameter_table
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -103,6 +107,8 @@ def to_huggingface(
             `model.layers` have several mixers or dense widths; parameters are missing, unexpected
             or of another shape; the directory is not empty, or the disk has not enough space.
     """
+    if not _has_names(model, family):
+        model, params, router_state = _without_modules(model, params, router_state)
     described = normal_form(model)
     name = family or _family_name(described)
     if name not in FAMILIES and name != modeling.NAME:
@@ -110,7 +116,7 @@ def to_huggingface(
             f"family={name!r} is not among {', '.join((*FAMILIES, modeling.NAME))}"
             + closest(name, FAMILIES)
         )
-    chosen = OWN if name == modeling.NAME else FAMILIES[name]()
+    chosen = OWN if name == modeling.NAME else _family(described, name)
     config = _config(described, name, chosen, dtype, max_length) | dict(fields or {})
     if chosen is not OWN and not len(state_table(model)):
         read = chosen.model(config)
@@ -155,10 +161,12 @@ def suggest_family(model: ModelConfig) -> tuple[str, str]:
     Raises:
         CheckpointError: No family computes the model.
     """
+    if not _has_names(model, None):
+        model = _plain(model)
     model = normal_form(model)
     name = _family_name(model)
     try:
-        _config(model, name, FAMILIES[name](), "float32", 1)
+        _config(model, name, _family(model, name), "float32", 1)
     except CheckpointError as error:
         try:
             modeling.check_computed(model)
@@ -191,11 +199,59 @@ def _family_name(model: ModelConfig) -> str:
     ]
     for name in names:
         with contextlib.suppress(CheckpointError):
-            _config(model, name, FAMILIES[name](), "float32", 1)
+            _config(model, name, _family(model, name), "float32", 1)
             return name
     if names:
         return names[0]
     raise CheckpointError(f"no family has the attention {kind}: {', '.join(FAMILIES)}")
+
+
+def _has_names(model: ModelConfig, family: str | None) -> bool:
+    """Return whether a family has names for the modules after the last layer, if there are any.
+
+    Args:
+        model: Model, with modules or without.
+        family: Key of FAMILIES; the first that describes the model when None.
+    """
+    if model.further_scan is None:
+        return True
+    described = normal_form(model)
+    try:
+        name = family or _family_name(described)
+        return name in FAMILIES and bool(_family(described, name))
+    except CheckpointError:
+        return False
+
+
+def _plain(model: ModelConfig) -> ModelConfig:
+    """Return the model without modules after the last layer; its logits are the same."""
+    options = dataclasses.replace(model.extras, predictor=None)
+    return dataclasses.replace(model, options=None if options == ModelOptions() else options)
+
+
+def _without_modules(
+    model: ModelConfig, params: Any, router_state: Any
+) -> tuple[ModelConfig, Any, Any]:
+    """Return a model, its parameters and router state without modules, with a warning."""
+    scan = model.further_scan
+    assert scan is not None  # the family has no names for it
+    logger.warning(
+        "the family has no names for modules after the last layer, and %s is left out", scan.name
+    )
+    few = {name: leaf for name, leaf in dict(params).items() if name != scan.name}
+    count = model.num_moe_layers
+    state = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], router_state or {})
+    return _plain(model), few, state or None
+
+
+def _family(model: ModelConfig, name: str) -> Family:
+    """Return a family, with the modules that the model has after its last layer.
+
+    Raises:
+        CheckpointError: It has no names for them.
+    """
+    predictor = model.extras.predictor
+    return FAMILIES[name]() if predictor is None else predictor.family(FAMILIES[name]())
 
 
 def _config(
@@ -305,6 +361,8 @@ class _ExportSource:
                 self._parts.setdefault(piece.key, []).append((row, piece))
                 filled += _size(piece)
             assert filled == row.size, (row.path, filled)  # guaranteed by `check_described`
+        for copy, original in family.copies(model).items():
+            self._parts[copy] = self._parts[original]
         self._held: tuple[Any, np.ndarray] = (None, np.empty(0))
 
     def plan_tensors(self, dtype: str) -> dict[str, Planned]:

@@ -130,6 +130,15 @@ class Family(abc.ABC):
         del config
         return ()
 
+    def copies(self, model: ModelConfig) -> Mapping[str, str]:
+        """Return the tensors by name that repeat another one, and its name; files may lack them.
+
+        Args:
+            model: Model in its normal form.
+        """
+        del model
+        return {}
+
     def constants(self, model: ModelConfig) -> Mapping[str, Constant]:
         """Return the tensors by name that follow from the config; files may lack them.
 
@@ -209,3 +218,26 @@ def without_constants(
     if not constants:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if name not in constants}
+
+
+def without_copies(tensors: Mapping[str, Any], copies: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the tensors without those that repeat others, with which they are compared.
+
+    Args:
+        tensors: Tensors by name.
+        copies: Name of the repeated tensor, by name of the copy.
+
+    Raises:
+        CheckpointError: A copy differs.
+    """
+    for copy in copies.keys() & tensors.keys():
+        original = copies[copy]
+        if original not in tensors:
+            continue  # the error about missing tensors names it
+        pair = (tensor_values(tensors[copy]), tensor_values(tensors[original]))
+        if not np.array_equal(*pair, equal_nan=True):
+            raise CheckpointError(
+                f"{copy} is not {original}, with which it shares its values here: leave the modules"
+                " out (predictor None), or train them with the model"
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}

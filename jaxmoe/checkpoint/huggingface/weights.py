@@ -96,6 +96,8 @@ class Rule:
     """Path from the block of a parameter with heads, as many as the tensor has groups of outputs:
     the parameters of `fused` follow one another within each group, and each has an equal share of
     its outputs there. None: they follow one another as wholes."""
+    is_further: bool = False
+    """Whether it is about modules after the last layer, whose {layer} counts on."""
     layout: Literal["out_in", "in_out", "depthwise", "flat", "row", "head"] = "out_in"
     """Dimensions of the tensor: outputs and inputs, the same in the order of the parameter,
     [out, 1, in] of a convolution of each channel, all of a vector's dimensions in one, [1, n] of a
@@ -297,9 +299,12 @@ def _pieces(
     path = row.path
     layers = None
     block = ""
+    stacks = (
+        model.stacks if model.further_scan is None else model.stacks + model.further_scan.stacks
+    )
     if path.startswith(f"{ROUTER_STATE}/"):
-        layers = [i for i, kind in enumerate(model.kinds) if kind.feed_forward.is_routed]
-    for stack in model.stacks:
+        layers = sorted(i for stack in stacks if stack.moe_layers for i in stack.layers)
+    for stack in stacks:
         if path.startswith(f"{stack.path}/"):
             block = f"{stack.path}/"
             path = path.removeprefix(block)
@@ -315,6 +320,8 @@ def _pieces(
             continue
         places = _numbers(model, rule.counts)
         for offset, layer in enumerate(layers):
+            if rule.is_further != (layer >= model.num_layers):
+                continue
             keys = [_name_of(key, layer, places[layer]) for key in rule.keys]
             number, key = _select(keys, names)
             span = fused if number >= rule.fused_from else None
@@ -331,7 +338,9 @@ def _name_of(key: str, layer: int, place: str) -> str:
 
 def _numbers(model: ModelConfig, counts: str) -> Sequence[str]:
     """Return the number in names of each layer, or of each layer's mixer or feed-forward."""
-    halves = [1 + (kind.feed_forward.name != "none") for kind in model.kinds]
+    further = () if model.further_scan is None else model.further_scan.stacks
+    kinds = [*model.kinds, *(stack.kind for stack in further for _ in stack.layers)]
+    halves = [1 + (kind.feed_forward.name != "none") for kind in kinds]
     sizes = [1] * len(halves) if counts == "layers" else halves
     return list(map(str, itertools.accumulate(sizes, initial=int(counts == "feed_forwards"))))
 

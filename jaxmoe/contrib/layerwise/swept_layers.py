@@ -6,8 +6,8 @@
 
 `jaxmoe.contrib.layerwise.layer_parallel` defines a sweep, which evaluates equal layers at once. A
 model that is trained with it is nearer to its exact output after few of them. A step costs about as
-much as 1 + `sweeps` steps, and the logged training loss includes the further term; the held-out
-loss does not.
+much as 1 + `sweeps` steps. The logged loss is that of the next token, and the further term is among
+the losses.
 
 Reading: the repository states weights from 0.0625 to 0.5 over sampled configurations; a
 configuration is taken to be a number of sweeps over all equal layers.
@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from jaxmoe.contrib.layerwise.chain import Chain
 from jaxmoe.contrib.layerwise.layer_parallel import parallel_scan, sweep_streams
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.transformer import Output
 from jaxmoe.training.next_token import NextTokenConfig
 from jaxmoe.training.objective import LossCall
 
@@ -61,8 +62,8 @@ class SweptLayersConfig(NextTokenConfig):
         """
         parallel_scan(model)
 
-    def further_loss(self, call: LossCall) -> Float[Array, ""]:
-        """Return the weighted sum of the losses after some sweeps.
+    def further_loss(self, call: LossCall) -> tuple[Float[Array, ""], Output]:
+        """Return the weighted sum of the losses after some sweeps, and the output as it is.
 
         Args:
             call: The pass.
@@ -77,4 +78,5 @@ class SweptLayersConfig(NextTokenConfig):
         key = jax.random.fold_in(call.options["key"], _OF_SWEEPS)
         drawn = jax.random.randint(key, (), 0, self.sweeps)
         stream = jax.tree.map(lambda *parts: jnp.take(jnp.stack(parts), drawn, axis=0), *streams)
-        return jnp.float32(self.weight) * call.loss_of(chain.norm_output(stream))
+        summed = call.loss_of(chain.norm_output(stream), batch)
+        return jnp.float32(self.weight) * summed, call.output

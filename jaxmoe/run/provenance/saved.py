@@ -44,6 +44,7 @@ from jaxmoe.generation.text import separator_of
 from jaxmoe.json_bounds import read_record
 from jaxmoe.messages import TEXT_FILES
 from jaxmoe.models.config import ModelConfig
+from jaxmoe.models.predictor import Predictor
 from jaxmoe.run.config import (
     EvaluationConfig,
     InitialConfig,
@@ -57,7 +58,10 @@ from sharding.sequence_parallel import CacheFormat
 
 
 def huggingface_values(
-    path: str | os.PathLike[str], execution: ExecutionConfig, mesh: Mesh
+    path: str | os.PathLike[str],
+    execution: ExecutionConfig,
+    mesh: Mesh,
+    predictor: Predictor | None = None,
 ) -> tuple[Any, Any]:
     """Return the parameters, in the dtype of the run, and the router state; {} without any.
 
@@ -65,12 +69,13 @@ def huggingface_values(
         path: Directory of the model.
         execution: Rules and dtype of the parameters.
         mesh: Mesh to place them on.
+        predictor: Modules after the last layer to read; None leaves them out.
 
     Raises:
         ValueError: The weights cannot be read, or do not fit the mesh.
     """
     rules = execution.axis_rules
-    _, tensors = open_huggingface(pathlib.Path(path), rules=rules)
+    _, tensors = open_huggingface(pathlib.Path(path), rules=rules, predictor=predictor)
     dtype = execution.precision.parameter_dtype
     return load(tensors, mesh=mesh, axis_rules=rules, dtype=dtype)
 

@@ -112,7 +112,8 @@ def _read_run(
 
 
 def _read_huggingface(assembly: Assembly, path: str, target: dict[str, Any]) -> dict[str, Any]:
-    params, _ = huggingface_values(path, assembly.execution, assembly.mesh)
+    predictor = assembly.plan.model.extras.predictor
+    params, _ = huggingface_values(path, assembly.execution, assembly.mesh, predictor)
     flat = traverse_util.flatten_dict(params, sep="/")
     return {name: flat[name] for name in target}
 
