@@ -9,6 +9,7 @@ from pallas_kernels.grouped_swiglu.api import (
     grouped_swiglu,
     reads_halves,
 )
+from pallas_kernels.grouped_swiglu.indices import RowIndices
 from pallas_kernels.grouped_swiglu.residuals import HIDDEN
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "OPERATION",
     "Additions",
     "LowRankFactors",
+    "RowIndices",
     "adds_factors",
     "grouped_swiglu",
     "reads_halves",

@@ -18,6 +18,11 @@ Either matrix may be quantised (`pallas_kernels.quantize`): gate_up along -3 and
 axes that the products sum over, or by one scale (`jax.vmap`: one per group). Rows stay floating,
 and meet the few bits as in `grouped_matmul`; quantised matrices are constants.
 
+Rows may be those of tokens (`indices`): the operation then takes the tokens and returns the sums of
+their rows. "pallas_tpu" reads them where they lie, and in the backward pass the gradients of the
+sums, where the width is a multiple of 256: no array of sorted inputs, or of the gradients of sorted
+outputs, is written. Otherwise rows are gathered first.
+
 A floating matrix may have a low-rank addition (`pallas_kernels/grouped_swiglu/additions.py`) where
 `adds_factors` says that the implementation multiplies with one.
 
@@ -37,6 +42,7 @@ from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.grouped_matmul.api import sizes_within
 from pallas_kernels.grouped_swiglu import reference, xla
 from pallas_kernels.grouped_swiglu.additions import NO_ADDITIONS, Additions
+from pallas_kernels.grouped_swiglu.indices import RowIndices
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors
@@ -64,8 +70,9 @@ def grouped_swiglu(
     | tuple[Float[Array, "G k n"], Float[Array, "G k n"]],
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
-    row_factors: Float[Array, " R"] | None = None,
+    row_factors: Float[Array, " A"] | None = None,
     *,
+    indices: RowIndices | None = None,
     additions: Additions = NO_ADDITIONS,
     down_is_turned: bool = False,
     implementation: Implementation | None = None,
@@ -82,6 +89,8 @@ def grouped_swiglu(
         group_sizes: Number of rows of each group, 0 allowed; groups are cut at R.
         row_factors: Factor of the hidden units of each row, float32, such as the gate of its
             expert; None for 1. Those of rows past the last group are not read.
+        indices: Tokens of the rows: `rows` are then tokens [T k], and the result is the sum of each
+            token's rows [T k]. R is the number of sources. None: the rows are the array.
         additions: Low-rank additions to floating matrices, for `adds_factors` implementations.
         down_is_turned: Whether `down` lies in memory with k before n, as matrices that are gathered
             along k do. The result is the same; kernels that can read both orders need no copy.
@@ -94,6 +103,18 @@ def grouped_swiglu(
     Raises:
         ValueError: Shapes or dtypes do not fit, or the implementation cannot run here.
     """
+    if indices is not None and (additions != NO_ADDITIONS or not reads_halves(implementation)):
+        sorted_rows = grouped_swiglu(
+            indices.rows_of(rows),
+            gate_up,
+            down,
+            group_sizes,
+            row_factors,
+            additions=additions,
+            down_is_turned=down_is_turned,
+            implementation=implementation,
+        )
+        return indices.sums_of(sorted_rows)
     joined: Any = gate_up
     if isinstance(gate_up, tuple):
         joined = jax.eval_shape(_join, *gate_up)
@@ -104,17 +125,21 @@ def grouped_swiglu(
     if additions != NO_ADDITIONS:
         _check_additions(additions, joined, down, implementation)
         options["additions"] = additions
-    if row_factors is not None and row_factors.shape != rows.shape[:1]:
+    num_rows = rows.shape[0]
+    if indices is not None:
+        options["indices"] = indices
+        num_rows = indices.sources.shape[0]
+    if row_factors is not None and row_factors.shape != (num_rows,):
         raise ValueError(
             f"grouped_swiglu: row_factors has shape {row_factors.shape}: give one for each of the"
-            f" {rows.shape[0]} rows."
+            f" {num_rows} rows."
         )
-    sizes = sizes_within(rows.shape[0], group_sizes)
+    sizes = sizes_within(num_rows, group_sizes)
     if row_factors is not None:
-        has_group = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+        has_group = jnp.arange(num_rows) < jnp.sum(sizes)
         row_factors = jnp.where(has_group, row_factors, jnp.zeros_like(row_factors))
     arrays = (rows, gate_up, down, sizes, row_factors)
-    if 0 in (*rows.shape, *joined.shape):
+    if 0 in (num_rows, *rows.shape, *joined.shape):
         return match_varying(jnp.zeros_like(rows), arrays)
     function = OPERATION.function(implementation, rows, gate_up)
     arrays, options = match_varying((arrays, options), (arrays, options))

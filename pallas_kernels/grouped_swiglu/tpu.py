@@ -23,9 +23,13 @@ all matrices of a layer, 0.94 GB of Mixtral 8x7B, before each of its three produ
 W_in may come in two arrays [G k n], gate and up, which are read where they lie, and get their
 gradients as two: where they are gathered, and their gradients reduced, buffers are half as large.
 
+With `indices` the first and the third kernel, and those of the gradients of both matrices, read
+tokens, and the gradients of their sums, by index (grouped_matmul/tpu/gather.py). The rows of `out`
+and `d rows` are written, and XLA sums those of a token.
+
 W_in that comes as [G k 2 n] is taken as [G 2 k n]: separate halves have their own tiles. XLA makes
-that copy together with the cast from the dtype of parameters. Rows are neither gathered nor
-combined here, for the reasons in grouped_matmul/tpu/kernels.py.
+that copy together with the cast from the dtype of parameters. Rows are not combined here, for the
+reason in grouped_matmul/tpu/kernels.py.
 
 Quantised matrices are taken as in `grouped_matmul`, and have no gradient.
 """
@@ -40,7 +44,9 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.tpu.contract import contract_parts
 from pallas_kernels.grouped_matmul.tpu.factors import factors_of
+from pallas_kernels.grouped_matmul.tpu.gather import takes_rows
 from pallas_kernels.grouped_matmul.tpu.multiply import multiply_and
+from pallas_kernels.grouped_swiglu.indices import RowIndices
 from pallas_kernels.grouped_swiglu.residuals import HIDDEN
 from pallas_kernels.quantized_array import QuantizedArray
 
@@ -52,24 +58,29 @@ def grouped_swiglu(
     gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
     down: Float[Array, "G n k"] | QuantizedArray,
     group_sizes: Int[Array, " G"],
-    row_factors: Float[Array, " R"] | None = None,
+    row_factors: Float[Array, " A"] | None = None,
     *,
     down_is_turned: bool = False,
+    indices: RowIndices | None = None,
 ) -> Float[Array, "R k"]:
     """Return what `pallas_kernels.grouped_swiglu` returns."""
+    if indices is not None and not takes_rows(rows):
+        arrays = (indices.rows_of(rows), gate_up, down, group_sizes, row_factors)
+        return indices.sums_of(grouped_swiglu(*arrays, down_is_turned=down_is_turned))
     factors = None if row_factors is None else row_factors[None, :, None]
     if isinstance(down, QuantizedArray) or not down_is_turned:
-        return _experts(rows, gate_up, down, group_sizes, factors, False)
-    return _experts(rows, gate_up, down.swapaxes(1, 2), group_sizes, factors, True)
+        return _experts(rows, gate_up, down, group_sizes, factors, indices, False)
+    return _experts(rows, gate_up, down.swapaxes(1, 2), group_sizes, factors, indices, True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _experts(
     rows: Float[Array, "R k"],
     gate_up: Float[Array, "G k 2 n"] | QuantizedArray | Halves,
     down: Array | QuantizedArray,
     group_sizes: Int[Array, " G"],
-    factors: Float[Array, "1 R 1"] | None,
+    factors: Float[Array, "1 A 1"] | None,
+    indices: RowIndices | None,
     is_turned: bool,
 ) -> Float[Array, "R k"]:
     """Return the result with `down` [G n k], or [G k n] if it is turned."""
@@ -79,26 +90,29 @@ def _experts(
         group_sizes,
         [(1, rows.dtype)],
         extras=_some(factors),
+        sources=_sources(indices),
         name="grouped_swiglu_in",
     )
-    return _project(hidden, down, group_sizes, is_turned=is_turned)
+    return _project(hidden, down, group_sizes, indices, is_turned=is_turned)
 
 
-def _forward(rows, gate_up, down, group_sizes, factors, is_turned):
+def _forward(rows, gate_up, down, group_sizes, factors, indices, is_turned):
     hidden, z = multiply_and(
         lambda sums, extras: [[_activate(sums, extras)], sums],
         factors_of(rows, _apart(gate_up), is_turned=False),
         group_sizes,
         [(1, rows.dtype), (2, rows.dtype)],
         extras=_some(factors),
+        sources=_sources(indices),
         name="grouped_swiglu_in",
     )
-    out = _project(hidden, down, group_sizes, is_turned=is_turned)
-    return out, (rows, checkpoint_name(z, HIDDEN), gate_up, down, group_sizes, factors)
+    out = _project(hidden, down, group_sizes, indices, is_turned=is_turned)
+    return out, (rows, checkpoint_name(z, HIDDEN), gate_up, down, group_sizes, factors, indices)
 
 
 def _backward(is_turned, residuals, d_out):
-    rows, z, gate_up, down, group_sizes, factors = residuals
+    rows, z, gate_up, down, group_sizes, factors, indices = residuals
+    sources = _sources(indices)
     d_z, hidden = multiply_and(
         lambda sums, extras: _gradients(sums[0], extras[0], extras[1:]),
         factors_of(d_out, _stack(down), is_turned=not is_turned),
@@ -106,6 +120,7 @@ def _backward(is_turned, residuals, d_out):
         [(2, rows.dtype), (1, rows.dtype)],
         extras=[z, *_some(factors)],
         is_turned=not is_turned,
+        sources=sources,
         name="grouped_swiglu_d_hidden",
     )
     d_factors = None
@@ -122,9 +137,16 @@ def _backward(is_turned, residuals, d_out):
         is_turned=True,
         name="grouped_swiglu_d_rows",
     )
+    d_rows = d_rows[0] if indices is None else indices.sums_of(d_rows[0])
     d_gate_up = d_down = None
     contract = functools.partial(
-        contract_parts, rows, d_z, group_sizes, out_dtype=rows.dtype, name="grouped_swiglu_d_in"
+        contract_parts,
+        rows,
+        d_z,
+        group_sizes,
+        out_dtype=rows.dtype,
+        sources=sources,
+        name="grouped_swiglu_d_in",
     )
     if isinstance(gate_up, tuple):
         d_gate_up = tuple(contract(part=part)[:, 0] for part in range(2))
@@ -133,9 +155,15 @@ def _backward(is_turned, residuals, d_out):
     if not isinstance(down, QuantizedArray):
         first, second = (d_out, hidden) if is_turned else (hidden[0], d_out[None])
         d_down = contract_parts(
-            first, second, group_sizes, out_dtype=down.dtype, name="grouped_swiglu_d_out"
+            first,
+            second,
+            group_sizes,
+            out_dtype=down.dtype,
+            sources=sources,
+            gathers_others=not is_turned,
+            name="grouped_swiglu_d_out",
         )[:, 0]
-    return d_rows[0], d_gate_up, d_down, None, d_factors
+    return d_rows, d_gate_up, d_down, None, d_factors, None
 
 
 _experts.defvjp(_forward, _backward)
@@ -143,6 +171,10 @@ _experts.defvjp(_forward, _backward)
 
 def _some(factors: Array | None) -> list[Array]:
     return [] if factors is None else [factors]
+
+
+def _sources(indices: RowIndices | None) -> Array | None:
+    return None if indices is None else indices.sources
 
 
 def _activate(z: list[Array], factors: list[Array]) -> Array:
@@ -163,9 +195,10 @@ def _gradients(d_hidden: Array, z: Array, factors: list[Array]) -> tuple[list[Ar
 
 
 def _project(
-    hidden: Float[Array, "1 R n"],
+    hidden: Float[Array, "1 A n"],
     down: Array | QuantizedArray,
     group_sizes: Int[Array, " G"],
+    indices: RowIndices | None,
     *,
     is_turned: bool,
 ) -> Float[Array, "R k"]:
@@ -177,7 +210,7 @@ def _project(
         is_turned=is_turned,
         name="grouped_swiglu_out",
     )
-    return out[0]
+    return out[0] if indices is None else indices.sums_of(out[0])
 
 
 def _stack(weights: Array | QuantizedArray) -> Array | QuantizedArray:

@@ -63,6 +63,7 @@ def expert_parallel(
         assignments: Assignments of these tokens.
         experts: (weights, rows sorted by expert, group sizes, gates of the rows) -> outputs of
             those experts, times the gates. What the backward pass shall find is named `HIDDEN`.
+            Where `config` indexes rows, with `indices`.
         weights: Pytree of arrays [e ...] of the experts held here.
         num_experts: E.
         config: The dispatcher.
@@ -122,11 +123,14 @@ def _send_and_return(
     shared = () if config.traits.has_whole_tokens else shared
     if shared:
         outgoing = _gather_tokens(outgoing, shared)
-    dispatcher = config if _is_spread(axes) else LocalConfig()
+    dispatcher = config if _is_spread(axes) else LocalConfig(rows=config.rows_form)
 
     def apply(x: Array, assignments: Assignments, weights: Any) -> tuple[Array, Array]:
         sent = dispatcher.dispatch(Outgoing(x, assignments, weights, outgoing.num_experts, axes))
         gates = checkpoint_name(sent.gates, ORDER)
+        if sent.indices is not None:
+            y = experts(sent.weights, x, sent.group_sizes, gates, indices=sent.indices)
+            return y, sent.dropped
         outputs = sent.undo(experts(sent.weights, sent.rows, sent.group_sizes, gates))
         return combine(outputs, assignments, x.shape[0], is_weighted=True), sent.dropped
 

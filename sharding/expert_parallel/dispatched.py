@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.grouped_swiglu import RowIndices
 from sharding.assignments import Assignments
 from sharding.expert_parallel.permute import repeat_tokens
 
-Experts = Callable[
-    [Any, Float[Array, "R D"], Int[Array, " e"], Float[Array, " R"]], Float[Array, "R D"]
-]
-"""(weights [e ...], rows sorted by expert, group sizes, gates of the rows) -> outputs times gates;
-rows past the groups give 0."""
+Experts = Callable[..., Float[Array, "R D"]]
+"""(weights [e ...], rows sorted by expert [R D], group sizes [e], gates of the rows [R]) -> outputs
+times gates [R D]; rows past the groups give 0. With `indices` they take the tokens [T D] in place
+of the rows, and return the sums of their outputs [T D]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +86,23 @@ class Outgoing:
         """Expert of each assignment; E where the slot is empty."""
         return self.assignments.expert_ids
 
+    def indices_of(
+        self, slots: Int[Array, " R"], places: Int[Array, " A"], form: str
+    ) -> RowIndices | None:
+        """Return the tokens of sorted rows; None where rows are gathered.
+
+        Args:
+            slots: Assignment of each row; A or more where the row is in no group.
+            places: Row of each assignment; one past the groups where it has none.
+            form: `Dispatcher.rows_form`.
+        """
+        top_k = self.assignments.top_k
+        if form == "gathered" or top_k is None:
+            return None
+        last = jnp.int32(self.x.shape[0] - 1)
+        sources = jnp.minimum(slots.astype(jnp.int32) // jnp.int32(top_k), last)
+        return RowIndices(sources, places.reshape(-1, top_k))
+
     def most_for_groups(self, num_groups: int) -> int:
         """Return the largest number of rows that can go to one device, min(A, T num_groups).
 
@@ -115,3 +132,5 @@ class Dispatched:
     """Returns outputs to the device and the order of the assignments; 0 in empty slots."""
     dropped: Float[Array, " E"]
     """Dropped assignments of this device's tokens, by expert."""
+    indices: RowIndices | None = None
+    """Tokens of the rows, where experts read the tokens themselves."""

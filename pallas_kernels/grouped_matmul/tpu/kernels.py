@@ -5,12 +5,8 @@
     multiply    multiply.py, with scales as in factors.py
     contract    contract.py
 
-Sizes are arbitrary: values past an edge are masked or dropped. Two steps are left to XLA. Rows that
-arrive by token (a gather before the first product) are not gathered here: bfloat16 rows share
-32-bit words with their neighbour in a TPU's tiles of memory, so that a copy of a single row does
-not exist (Mosaic: "Offsets along tiled dimensions must be aligned to tiles", 8 rows); in float32 it
-exists, and moves twice the bytes for every row and every tile of columns, where XLA writes and the
-kernel reads 2 * 2 bytes per value once. Rows are not weighted and added up per token after the last
+Sizes are arbitrary: values past an edge are masked or dropped. Rows are not gathered by token here,
+which `grouped_swiglu` can do (gather.py), and not weighted and added up per token after the last
 product: K rows of a token come from K visits, so that each would read and write the token's sum in
 float32, 8 bytes per value and row, against the 2 + 2 of writing rows and reading them in one
 gather-and-sum.

@@ -14,6 +14,9 @@ blocks.py how large tiles are. A tile of rows in one group is one product; other
 rows of the group are computed and masked. Rows past the last group are read only where they share a
 piece with other rows, and enter no sum.
 
+With `sources` rows are read by index where they lie (gather.py): row r of the operation is row
+sources[r] of the array.
+
 On the CPU it runs in TPU interpret mode only (`pallas_kernels.interpreter.interpret_kernels`).
 """
 
@@ -36,6 +39,16 @@ from pallas_kernels.grouped_matmul.tpu.blocks import (
     vmem_limit,
 )
 from pallas_kernels.grouped_matmul.tpu.factors import Factors
+from pallas_kernels.grouped_matmul.tpu.gather import (
+    RowCopies,
+    Step,
+    even_block,
+    index_specs,
+    indices_by_tile,
+    scratch_of,
+    values_of,
+    words_of,
+)
 from pallas_kernels.grouped_matmul.tpu.tiles import dot, times_scales
 from pallas_kernels.grouped_matmul.tpu.visits import visit_rows
 from pallas_kernels.jax_versions import match_varying, shape_varying_like
@@ -58,6 +71,8 @@ class _MultiplyCall(NamedTuple):
     num_extras: int
     num_outs: int
     follow: Follow
+    is_gathered: bool = False
+    """Whether rows are read by index."""
 
     @property
     def num_sums(self) -> int:
@@ -84,6 +99,7 @@ def multiply_and(
     *,
     extras: Sequence[Float[Array, "_ R _"]] = (),
     is_turned: bool = False,
+    sources: Int[Array, " R"] | None = None,
     name: str = "grouped_matmul",
 ) -> list[Array]:
     """Run the kernel.
@@ -95,15 +111,20 @@ def multiply_and(
         outs: Number of parts and dtype of each output.
         extras: Operands in the shape of the result, in parts; or with one number a row.
         is_turned: Whether the sum runs over n.
+        sources: Row of the array [1 T s] for each row of the operation; None: the rows are the
+            array. For `takes_rows` arrays, and floating matrices.
         name: Name of the kernel in profiles.
 
     Returns:
         The outputs, [parts R o] each.
     """
     (_, num_rows, summed), (_, _, k, n) = factors.rows.shape, factors.weights.shape
+    num_rows = num_rows if sources is None else sources.shape[0]
     parts = factors.parts
     width = k if is_turned else n
-    tile = _tile(factors, width, outs, extras, is_turned=is_turned)
+    tile = _tile(factors, num_rows, width, outs, extras, is_turned=is_turned)
+    if sources is not None:
+        tile = tile._replace(summed=even_block(summed, tile.summed))
     visits = visit_rows(group_sizes, num_rows, tile.rows)
     call = _MultiplyCall(
         tile=tile,
@@ -114,8 +135,9 @@ def multiply_and(
         num_extras=len(extras),
         num_outs=len(outs),
         follow=follow,
+        is_gathered=sources is not None,
     )
-    arrays, specs = _operands(call)
+    arrays, specs = _operands(call, sources, visits.number)
     by_row = [
         pl.BlockSpec((x.shape[0], tile.rows, 1), lambda o, v, s, *at: (0, at[1][v], 0))
         if x.shape[2] == 1
@@ -124,6 +146,8 @@ def multiply_and(
     ]
     operands = [*visits.as_read(), *arrays, *extras]
     scratch = []
+    if call.is_gathered:
+        scratch += scratch_of(tile.rows, tile.summed, factors.rows.dtype)
     if call.is_decoded:
         sides = (tile.out, tile.summed) if is_turned else (tile.summed, tile.out)
         scratch.append(pltpu.VMEM((parts, *sides), factors.dtypes[1]))
@@ -150,7 +174,11 @@ def multiply_and(
         cost_estimate=pl.CostEstimate(
             flops=2 * parts * num_rows * k * n,
             transcendentals=0,
-            bytes_accessed=factors.rows.nbytes * -(-width // tile.out)
+            bytes_accessed=factors.rows.shape[0]
+            * num_rows
+            * summed
+            * factors.rows.dtype.itemsize
+            * -(-width // tile.out)
             + sum(x.nbytes for x in (factors.weights, *factors.more))
             + sum(x.nbytes for x in extras)
             + num_rows * width * result_bytes,
@@ -162,6 +190,7 @@ def multiply_and(
 
 def _tile(
     factors: Factors,
+    num_rows: int,
     width: int,
     outs: Sequence[tuple[int, Any]],
     extras: Sequence[Array],
@@ -169,7 +198,7 @@ def _tile(
     is_turned: bool,
 ) -> Tile:
     """Return the tile; all copied arrays are double-buffered."""
-    (arrays, num_rows, summed), k = factors.rows.shape, factors.weights.shape[2]
+    (arrays, _, summed), k = factors.rows.shape, factors.weights.shape[2]
     parts = factors.parts
     decoded = factors.dtypes[1].itemsize if factors.mode != "none" else 0
     result = sum(c * jnp.dtype(d).itemsize for c, d in outs)
@@ -193,7 +222,9 @@ def _tile(
     )
 
 
-def _operands(call: _MultiplyCall) -> tuple[list[Array], list[pl.BlockSpec]]:
+def _operands(
+    call: _MultiplyCall, sources: Int[Array, " R"] | None, num_visits: int
+) -> tuple[list[Array], list[pl.BlockSpec]]:
     """Return rows, matrices and scales, with their block specs."""
     f = call.factors
     tile = call.tile
@@ -205,9 +236,17 @@ def _operands(call: _MultiplyCall) -> tuple[list[Array], list[pl.BlockSpec]]:
     def matrix(o: Any, v: Any, s: Any, group: Any, *scalars: Any) -> Any:
         return group[v], 0, *((o, s) if call.is_turned else (s, o))
 
-    arrays = [f.rows, f.weights, *f.more]
-    specs = [pl.BlockSpec((f.rows.shape[0], tile.rows, tile.summed), rows)]
-    specs += [pl.BlockSpec((None, x.shape[1], across, along), matrix) for x in arrays[1:]]
+    if sources is None:
+        arrays = [f.rows]
+        specs = [pl.BlockSpec((f.rows.shape[0], tile.rows, tile.summed), rows)]
+    else:
+        indices = indices_by_tile(sources, tile.rows)
+        arrays = [words_of(f.rows[0], tile.summed), indices, indices]
+        specs = [pl.BlockSpec(memory_space=pl.ANY)]
+        specs += index_specs(tile.rows, lambda o, v, s, *at: (v, at[1]), num_visits)
+    matrices = [f.weights, *f.more]
+    arrays += matrices
+    specs += [pl.BlockSpec((None, x.shape[1], across, along), matrix) for x in matrices]
     if f.row_scales is not None:
         pieces = call.steps if f.mode == "chunks" else 1
         scales = f.row_scales.reshape(f.row_scales.shape[0], pieces, -1).swapaxes(0, 1)
@@ -247,12 +286,14 @@ def _kernel(
     tile = call.tile
     operands = iter(refs)
     rows = next(operands)
+    sources = [next(operands) for _ in range(2 * call.is_gathered)]
     weights = next(operands)
     more = [next(operands) for _ in f.more]
     row_scales: Any = next(operands) if f.row_scales is not None else None
     weight_scales: Any = next(operands) if f.weight_scales is not None else None
     extras = [next(operands) for _ in range(call.num_extras)]
     outs = [next(operands) for _ in range(call.num_outs)]
+    copies = RowCopies(rows, next(operands), next(operands)) if call.is_gathered else None
     matrices: Any = next(operands) if call.is_decoded else weights
     totals: Any = next(operands) if call.steps > 1 else None
     visit = pl.program_id(1)
@@ -262,6 +303,11 @@ def _kernel(
     end_row = high[visit]
     is_whole = (first_row == 0) & (end_row == tile.rows)
     has_rows = first_row < end_row
+    own_rows: Any = None
+    if copies is not None:
+        own_rows = copies.advance(
+            sources, Step(visit, step, pl.num_programs(1), call.steps), low, high
+        )
 
     if call.is_decoded:
         # A matrix that is cut along the sum is copied at each step.
@@ -281,13 +327,18 @@ def _kernel(
         for out in outs:
             out[...] = jnp.zeros(out.shape, out.dtype)
 
+    def rows_of(part: int, at: Any) -> Array:
+        if own_rows is not None:
+            return values_of(own_rows[at, :], f.dtypes[0])
+        return rows[part if rows.shape[0] > 1 else 0, at, :].astype(f.dtypes[0])
+
     def sums_of(at: Any) -> list[Array]:
         products = [
-            _product(call, rows, matrices, row_scales, weight_scales, part, at)
+            _product(call, rows_of(part, at), matrices, row_scales, weight_scales, part, at)
             for part in range(call.parts - len(more))
         ]
         products += [
-            _product(call, rows, matrix, None, None, 0, at, len(products) + i)
+            _product(call, rows_of(len(products) + i, at), matrix, None, None, 0, at)
             for i, matrix in enumerate(more)
         ]
         return products if call.num_sums > 1 else [sum(products[1:], products[0])]
@@ -365,18 +416,15 @@ def over_pieces(
 
 def _product(
     call: _MultiplyCall,
-    rows: Any,
+    x: Array,
     matrices: Any,
     row_scales: Any,
     weight_scales: Any,
     part: int,
     at: Any,
-    of_rows: int | None = None,
 ) -> Array:
-    """Return the product of one part over the sum of one step; `of_rows` if the rows' differs."""
+    """Return the product of rows with one part of the matrices over the sum of one step."""
     f = call.factors
-    of_rows = part if of_rows is None else of_rows
-    x = rows[of_rows if rows.shape[0] > 1 else 0, at, :].astype(f.dtypes[0])
     contracted = ((1,), (1,)) if call.is_turned else ((1,), (0,))
     if f.mode != "chunks":
         return dot(x, matrices[part], contracted)

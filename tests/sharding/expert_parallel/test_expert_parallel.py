@@ -54,6 +54,7 @@ LAYOUTS = {
 }
 CONFIGS = {
     "all_gather": AllGatherConfig(),
+    "all_gather_indexed": AllGatherConfig(rows="indexed"),
     "equal": AllToAllConfig(transport="equal"),
     "ragged": AllToAllConfig(transport="ragged"),
     "chunks": AllToAllConfig(num_chunks=2),
@@ -117,8 +118,9 @@ def oracle(x, gates, weights, expert_ids):
     return y
 
 
-def experts(weights, rows, group_sizes, gates):
-    return grouped_swiglu(rows, weights["gate_up"], weights["down"], group_sizes, gates)
+def experts(weights, rows, group_sizes, gates, *, indices=None):
+    matrices = (weights["gate_up"], weights["down"])
+    return grouped_swiglu(rows, *matrices, group_sizes, gates, indices=indices)
 
 
 def mesh_of(layout):
@@ -218,6 +220,8 @@ QUICK = {
     ("expert2", "all_gather"),
     ("expert8", "all_gather"),
     ("expert4_tensor2", "all_gather"),
+    ("expert2", "all_gather_indexed"),
+    ("expert1", "all_gather_indexed"),
     ("expert2", "equal"),
     ("expert2x2_reversed", "equal"),
     ("expert4_tensor2", "chunks"),
@@ -245,7 +249,7 @@ def test_dispatcher_equals_a_loop_over_experts(layout, name):
     check(on_mesh(layout, CONFIGS[name]), ROUTINGS)
 
 
-@pytest.mark.parametrize("name", ["local", "all_gather", "sent_again"])
+@pytest.mark.parametrize("name", ["local", "all_gather", "all_gather_indexed", "sent_again"])
 def test_the_backward_pass_takes_rows_again_and_needs_no_outputs(name, capsys):
     """Kept [A ...]: the hidden units, order and gates; of the tokens' width [T D] alone."""
     config = {"local": LocalConfig(), **CONFIGS}[name]
@@ -263,7 +267,7 @@ def test_the_backward_pass_takes_rows_again_and_needs_no_outputs(name, capsys):
     floating = [shape for line, shape in zip(lines, shapes, strict=True) if line.startswith("f")]
     assert [shape for shape in floating if shape[-1] == 2 * F and shape[0] != E], lines
     wide = [math.prod(shape) for shape in floating if shape[-1:] == (D,) and len(shape) == 2]
-    assert wide and max(wide) <= T * D * (2 if name == "all_gather" else 1), lines
+    assert wide and max(wide) <= T * D * (2 if "all_gather" in name else 1), lines
 
 
 @pytest.mark.parametrize(

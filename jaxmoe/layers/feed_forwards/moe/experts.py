@@ -26,7 +26,13 @@ from jaxmoe.layers.feed_forwards.activations import ActivationBase, SwiGLUConfig
 from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from pallas_kernels import QuantizedArray, grouped_matmul, grouped_swiglu
 from pallas_kernels.backend import Implementation
-from pallas_kernels.grouped_swiglu import HIDDEN, Additions, LowRankFactors, adds_factors
+from pallas_kernels.grouped_swiglu import (
+    HIDDEN,
+    Additions,
+    LowRankFactors,
+    RowIndices,
+    adds_factors,
+)
 from pallas_kernels.quantized_array import QuantizedDtype
 from sharding import axes as ax
 from sharding.constrain import Encoded
@@ -136,8 +142,9 @@ def apply_experts(
     weights: Mapping[str, Any],
     rows: Float[Array, "R D"],
     group_sizes: Int[Array, " e"],
-    gates: Float[Array, " R"] | None = None,
+    gates: Float[Array, " A"] | None = None,
     *,
+    indices: RowIndices | None = None,
     activation: ActivationBase = _SWIGLU,
     scales_input: bool = False,
     implementation: Implementation | None = None,
@@ -153,6 +160,8 @@ def apply_experts(
         rows: Rows sorted by expert, in the compute dtype.
         group_sizes: Rows of each expert; rows past their sum give 0.
         gates: Factor of each row's output, f32, which acts on the hidden units; None for 1.
+        indices: Tokens of the rows; `rows` are then tokens [T D], and the result is the sum of the
+            outputs of each [T D].
         activation: Function of the projections.
         scales_input: Whether the gates act on the rows instead.
         implementation: Implementation of `grouped_swiglu`, or of `grouped_matmul` where activations
@@ -162,6 +171,19 @@ def apply_experts(
         expert_tensor: Mesh axes over which the hidden units of an expert are cut.
         gathers_width: Whether the weights were gathered along D.
     """
+    if indices is not None and (scales_input or encoded or not _reads_tokens(weights, activation)):
+        # Only one operation reads tokens: others get the rows.
+        options: dict[str, Any] = {
+            "activation": activation,
+            "scales_input": scales_input,
+            "implementation": implementation,
+            "activations": activations,
+            "encoded": encoded,
+            "expert_tensor": expert_tensor,
+            "gathers_width": gathers_width,
+        }
+        sorted_rows = indices.rows_of(rows)
+        return indices.sums_of(apply_experts(weights, sorted_rows, group_sizes, gates, **options))
     biases = _RowBiases.of(weights, rows, group_sizes, expert_tensor)
     if gates is not None and (scales_input or biases.down is not None):
         has_group = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
@@ -191,6 +213,7 @@ def apply_experts(
             _without_addition(down),
             group_sizes,
             gates,
+            indices=indices,
             down_is_turned=gathers_width,
             additions=Additions(_factors_of(gate_up), _factors_of(down)),
             implementation=implementation,
@@ -211,6 +234,12 @@ def apply_experts(
     if len(hidden) == 1:
         hidden = jnp.split(hidden[0], activation.num_projections, axis=-1)
     return biases.add(multiply(biases.activate(hidden, activation, gates), down), gates)
+
+
+def _reads_tokens(weights: Mapping[str, Any], activation: ActivationBase) -> bool:
+    """Return whether `grouped_swiglu` computes all of the experts, with floating matrices."""
+    are_floating = all(isinstance(weight, jax.Array) for weight in weights.values())
+    return are_floating and is_by_kernel(activation, weights)
 
 
 def _is_added_here(weight: Any) -> bool:
