@@ -48,7 +48,7 @@ class CompiledBenchConfig:
     sequences: int = 1
     """Sequences on each device."""
     remat: Remat | None = None
-    """What this library computes again; None for the recipe's, as MaxText does."""
+    """What this library computes again; None for full, as MaxText does."""
     peer: Literal["maxtext", "none"] = "maxtext"
     """Library to compare with."""
     python: str = ""
@@ -103,7 +103,7 @@ def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
     number = topology.num_devices
     python = config.python or sys.executable
     run = RECIPES[config.recipe]()
-    remat = config.remat or run.execution.remat
+    remat = config.remat or "full"
     execution = dataclasses.replace(run.execution, mesh=MeshConfig(data=number), remat=remat)
     training = dataclasses.replace(
         run.training, batch_size=number * config.sequences, accumulation=1
@@ -129,7 +129,7 @@ def _maxtext(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
         "per_device_batch_size": config.sequences,
         "max_target_length": run.training.sequence_length,
         "ici_fsdp_parallelism": topology.num_devices,
-        "remat_policy": run.execution.remat,
+        "remat_policy": "full",
         "dataset_type": "synthetic",
         "enable_checkpointing": "false",
         "skip_jax_distributed_system": "true",

@@ -33,7 +33,7 @@ To add a rung: its depth in LADDER_DEPTHS of `jaxmoe/models/presets.py`, and a f
 import dataclasses
 
 from experiments.recipes.recipe import recipe
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, Remat
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.models.presets import ladder, ladder_tokens
 from jaxmoe.optim import AdamWConfig, CosineConfig, LinearConfig, MuonHConfig
@@ -49,12 +49,13 @@ _SEQUENCE_LENGTH = 4096
 _BATCH_SIZE = 512
 
 
-def large(model: ModelConfig, learning_rate: float) -> PretrainConfig:
+def large(model: ModelConfig, learning_rate: float, remat: Remat = "full") -> PretrainConfig:
     """Return what recipes of billions of parameters share: corpus, batch and memory savings.
 
     Args:
         model: Model to train.
         learning_rate: Peak learning rate of AdamW.
+        remat: What the backward pass computes again.
     """
     return PretrainConfig(
         model=model,
@@ -65,7 +66,7 @@ def large(model: ModelConfig, learning_rate: float) -> PretrainConfig:
         optimizer=AdamWConfig(learning_rate=learning_rate),
         schedule=CosineConfig(warmup_steps=30),
         # Logits of a whole sequence would outweigh its activations.
-        execution=ExecutionConfig(remat="full", loss_chunk=512),
+        execution=ExecutionConfig(remat=remat, loss_chunk=512),
         evaluation=EvaluationConfig(every=100, batches=8, batch_size=8),
         checkpoint=CheckpointConfig(every=100),
     )

@@ -20,7 +20,11 @@
 
 Sizes, router and balance losses are the papers' (`jaxmoe.models.presets`); data, batch, optimiser
 (AdamW, its rate not tuned) and schedule are those of `large`, not the papers': 305 steps of 2^17
-tokens pass over the embedded corpus four times. Trained weights are read from the models'
+tokens pass over the embedded corpus four times. The backward pass of a recipe repeats no product
+(`--execution.remat dots`) where that fits into the accelerators that it names by the closed form of
+`plan`, else less (`kernels`) or everything (`full`). Where micro-batches are added up the update is
+the peak, and `dots` takes no more memory than `full`; smaller accelerators, or one sequence on each
+without micro-batches, may need `full`. Trained weights are read from the models'
 directories (`python -m experiments.finetune DIR`). None of these runs was made: tested are sizes,
 and that each is the model of its published config.json.
 
@@ -46,7 +50,7 @@ def olmoe_1b_7b() -> PretrainConfig:
 
     Two accelerators of 140 GB or more; not run yet.
     """
-    return large(PRESETS["olmoe_1b_7b"](), learning_rate=4e-4)
+    return large(PRESETS["olmoe_1b_7b"](), learning_rate=4e-4, remat="dots")
 
 
 @recipe
@@ -68,7 +72,7 @@ def qwen3_30b_a3b() -> PretrainConfig:
 
     Eight accelerators of 140 GB or more; not run yet.
     """
-    return large(PRESETS["qwen3_30b_a3b"](), learning_rate=2e-4)
+    return large(PRESETS["qwen3_30b_a3b"](), learning_rate=2e-4, remat="dots")
 
 
 @recipe
@@ -79,7 +83,7 @@ def deepseek_v2_lite() -> PretrainConfig:
 
     Four accelerators of 140 GB or more; not run yet.
     """
-    return large(PRESETS["deepseek_v2_lite"](), learning_rate=0.00042)
+    return large(PRESETS["deepseek_v2_lite"](), learning_rate=0.00042, remat="dots")
 
 
 @recipe
@@ -101,7 +105,7 @@ def glm_4_5_air() -> PretrainConfig:
 
     32 accelerators of 140 GB or more; not run yet.
     """
-    return large(PRESETS["glm_4_5_air"](), learning_rate=0.0002)
+    return large(PRESETS["glm_4_5_air"](), learning_rate=0.0002, remat="dots")
 
 
 @recipe
@@ -112,7 +116,7 @@ def gpt_oss_120b() -> PretrainConfig:
 
     32 accelerators of 140 GB or more; not run yet.
     """
-    return large(PRESETS["gpt_oss_120b"](), learning_rate=0.0002)
+    return large(PRESETS["gpt_oss_120b"](), learning_rate=0.0002, remat="dots")
 
 
 @recipe
@@ -123,7 +127,7 @@ def minimax_m2() -> PretrainConfig:
 
     64 accelerators of 140 GB or more; not run yet.
     """
-    return large(PRESETS["minimax_m2"](), learning_rate=0.0002)
+    return large(PRESETS["minimax_m2"](), learning_rate=0.0002, remat="dots")
 
 
 @recipe
@@ -134,7 +138,7 @@ def qwen3_235b_a22b() -> PretrainConfig:
 
     64 accelerators of 140 GB or more; not run yet.
     """
-    return large(PRESETS["qwen3_235b_a22b"](), learning_rate=0.0002)
+    return large(PRESETS["qwen3_235b_a22b"](), learning_rate=0.0002, remat="kernels")
 
 
 @recipe

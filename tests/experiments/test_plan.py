@@ -475,6 +475,7 @@ def test_the_plan_of_this_machine_runs(tmp_path, mesh):
 def test_large_models_compile_within_a_chip(tmp_path, argv):
     pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (extra [plan])")
     data = ("--execution.mesh.data", argv[-1], "--training.accumulation", "1")
+    data += ("--execution.remat", "full")
     done = command(*argv, *data, "--run.directory", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # nothing of the compiler's
@@ -492,7 +493,7 @@ def test_a_large_pipeline_compiles_as_planned(tmp_path):
     pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (extra [plan])")
     mesh = ("--execution.mesh.stage", "4", "--execution.mesh.data", "16")
     batch = ("--training.batch_size", "128", "--training.accumulation", "8")
-    topology = ("--topology", "tpu:v5p:4x4x4")
+    topology = ("--topology", "tpu:v5p:4x4x4", "--execution.remat", "full")
     done = command("qwen3_30b_a3b", *topology, *mesh, *batch, "--run.directory", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())

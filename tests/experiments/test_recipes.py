@@ -5,13 +5,19 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 import pytest
 
+from experiments.plan.config import step_plan
 from experiments.recipes import RECIPES
 from jaxmoe.data import evaluation_batches
+from jaxmoe.execution import Remat
 from jaxmoe.models.presets import ladder_tokens
+from jaxmoe.planning.hardware import parse_topology
+from jaxmoe.planning.memory import estimate_memory
 from jaxmoe.run.plan import make_plan
+from sharding.mesh import MeshConfig
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -55,6 +61,53 @@ def test_one_learning_rate_gives_every_rung_its_own(name):
     tokens = ladder_tokens(plan.model.num_layers)
     assert 0 <= training.tokens - tokens < 2**21
     assert plan.model.multipliers.residual == (2 * plan.model.num_layers) ** -0.5
+
+
+MACHINES = {
+    "olmoe_1b_7b": 2,
+    "deepseek_v2_lite": 4,
+    "qwen3_30b_a3b": 8,
+    "glm_4_5_air": 32,
+    "gpt_oss_120b": 32,
+    "minimax_m2": 64,
+    "qwen3_235b_a22b": 64,
+}
+"""Accelerators of 140 GB that recipes name which do not compute all again."""
+
+
+def test_recipes_that_keep_more_are_in_the_table():
+    keeping = {name for name in RECIPES if "accelerators of 140 GB" in RECIPES[name].__doc__}
+    keeping = {name for name in keeping if RECIPES[name]().execution.remat != "full"}
+    assert keeping == MACHINES.keys()
+    words = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
+    for name, number in MACHINES.items():
+        text = f"{words.get(number, number)} accelerators of 140 GB"
+        assert text in RECIPES[name].__doc__
+
+
+def _planned_memory(name: str, remat: Remat) -> float:
+    """Return the bytes of one device, whose micro-batch is one sequence."""
+    config = RECIPES[name]()
+    number = MACHINES[name]
+    batch = max(config.training.batch_size, number)
+    training = dataclasses.replace(config.training, batch_size=batch, accumulation=batch // number)
+    execution = dataclasses.replace(config.execution, mesh=MeshConfig(data=number), remat=remat)
+    config = dataclasses.replace(config, training=training, execution=execution)
+    plan = step_plan(config, parse_topology(f"gpu:h200:{number}"), execution.mesh)
+    return estimate_memory(plan, "gpu").total
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x == "qwen3_30b_a3b" else pytest.param(x, marks=pytest.mark.slow) for x in MACHINES],
+)
+def test_what_a_recipe_keeps_fits_the_accelerators_that_it_names(name):
+    """In closed form; to keep more products would not fit, or there are none."""
+    remat = RECIPES[name]().execution.remat
+    limit = 0.9 * 140e9
+    assert _planned_memory(name, remat) <= limit
+    order = typing.get_args(Remat)
+    assert _planned_memory(name, order[order.index(remat) - 1]) > limit or remat == "dots"
 
 
 def test_hyperp_is_its_own_base_point():
