@@ -12,6 +12,10 @@ With factors of rows, h = silu(a) * b * factors, and d factors = sum of silu(a) 
 The first product has both matrices in one, so that rows are read once. z is kept, and h recomputed
 from it. XLA computes the activation, which reads and writes 6 n values of every row; a kernel with
 an activation in its epilogue would not. Rows past the last group have z = 0.
+
+Rows of tokens are gathered before. A Hopper GPU has no copy of rows by index that Pallas reaches:
+gathers of its tensor memory accelerator are of compute capability 10.0 (`tile::gather4`), and the
+copies by single threads (`cp.async`) have no primitive in jax 0.10.2.
 """
 
 import dataclasses

@@ -12,8 +12,10 @@ along tiled dimensions must be aligned to tiles", 8 rows). `words_of` makes word
 the same row, half a block of columns apart, in one pass over the array; the kernel takes them apart
 with a shift and a mask. Rows of 32-bit values are copied as they are.
 
-The starts are instructions of the core that multiplies, a row each: what they cost has not been
-measured on a TPU.
+The starts and waits are instructions of the core that multiplies, for each row: what they cost has
+not been measured on a TPU. A layer of OLMoE copies a row nine times, in all or in halves, and moves
+7 GB less for 131,072 rows (compiled for a v5e): it is faster if a start and its wait take less than
+7 ns there, about seven cycles.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,10 +63,14 @@ def words_of(rows: Shaped[Array, "T k"], block: int) -> Shaped[Array, "T w"]:
     """
     if rows.dtype.itemsize == 4:
         return rows
-    bits = jax.lax.bitcast_convert_type(rows, jnp.uint16).astype(jnp.uint32)
-    half = block // 2
-    blocks = bits.reshape(rows.shape[0], -1, 2, half)
-    return (blocks[:, :, 0] | (blocks[:, :, 1] << 16)).reshape(rows.shape[0], -1)
+
+    def bits(start: int) -> Array:
+        part = jax.lax.slice_in_dim(rows, start, start + block // 2, axis=1)
+        return jax.lax.bitcast_convert_type(part, jnp.uint16).astype(jnp.uint32)
+
+    # Slices of whole lanes: XLA would copy an array that is reshaped into blocks.
+    starts = range(0, rows.shape[1], block)
+    return jnp.concatenate([bits(at) | (bits(at + block // 2) << 16) for at in starts], axis=1)
 
 
 def values_of(words: Shaped[Array, "r w"], dtype: Any) -> Shaped[Array, "r k"]:
