@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import numpy as np
@@ -39,6 +39,10 @@ class KernelsConfig:
     """Implementation of `pallas_kernels.state_space_dual`, the states of Mamba-2."""
     selective_scan: Implementation | None = None
     """Implementation of `pallas_kernels.selective_scan`, the states of Mamba."""
+    expert_rows: Literal["gathered", "indexed"] = "gathered"
+    """Form of the rows of experts. gathered: sorted into an array; indexed: kernels of TPUs copy
+    tokens by index while they multiply, in both passes, which saves that memory (the time is not
+    measured). Rows that travel, other kernels, and routers that are not token-major gather."""
 
     @property
     def by_operation(self) -> dict[str, Implementation | None]:

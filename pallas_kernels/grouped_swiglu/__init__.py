@@ -9,8 +9,7 @@ from pallas_kernels.grouped_swiglu.api import (
     grouped_swiglu,
     reads_halves,
 )
-from pallas_kernels.grouped_swiglu.indices import RowIndices
-from pallas_kernels.grouped_swiglu.residuals import HIDDEN
+from pallas_kernels.grouped_swiglu.rows import HIDDEN, RowIndices
 
 __all__ = [
     "HIDDEN",

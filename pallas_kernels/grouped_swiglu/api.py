@@ -42,7 +42,7 @@ from pallas_kernels.deferred import DeferredProduct
 from pallas_kernels.grouped_matmul.api import sizes_within
 from pallas_kernels.grouped_swiglu import reference, xla
 from pallas_kernels.grouped_swiglu.additions import NO_ADDITIONS, Additions
-from pallas_kernels.grouped_swiglu.indices import RowIndices
+from pallas_kernels.grouped_swiglu.rows import RowIndices
 from pallas_kernels.jax_versions import match_varying
 from pallas_kernels.quantized_array import QuantizedArray
 from pallas_kernels.quantized_factors import check_factors

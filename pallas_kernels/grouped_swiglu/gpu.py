@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.gpu.kernels import PRODUCTS
 from pallas_kernels.grouped_matmul.products import Products
-from pallas_kernels.grouped_swiglu.residuals import HIDDEN
+from pallas_kernels.grouped_swiglu.rows import HIDDEN
 from pallas_kernels.quantized_array import QuantizedArray
 
 

@@ -46,8 +46,7 @@ from pallas_kernels.grouped_matmul.tpu.contract import contract_parts
 from pallas_kernels.grouped_matmul.tpu.factors import factors_of
 from pallas_kernels.grouped_matmul.tpu.gather import takes_rows
 from pallas_kernels.grouped_matmul.tpu.multiply import multiply_and
-from pallas_kernels.grouped_swiglu.indices import RowIndices
-from pallas_kernels.grouped_swiglu.residuals import HIDDEN
+from pallas_kernels.grouped_swiglu.rows import HIDDEN, RowIndices
 from pallas_kernels.quantized_array import QuantizedArray
 
 Halves = tuple[Float[Array, "G k n"], Float[Array, "G k n"]]

@@ -33,7 +33,7 @@ from pallas_kernels.grouped_matmul.layout import (
 from pallas_kernels.grouped_matmul.products import grouped_matmul
 from pallas_kernels.grouped_matmul.xla import PRODUCTS
 from pallas_kernels.grouped_swiglu.additions import NO_ADDITIONS, AddedMatrix, Additions
-from pallas_kernels.grouped_swiglu.residuals import HIDDEN
+from pallas_kernels.grouped_swiglu.rows import HIDDEN
 from pallas_kernels.quantized_array import QuantizedArray
 
 

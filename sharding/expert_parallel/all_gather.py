@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
-from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits, RowsForm
+from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.permute import move_rows, sort_by_expert
 
 
@@ -35,20 +35,10 @@ class AllGatherConfig(Dispatcher):
     name: ClassVar[str] = "all_gather"
     traits: ClassVar[DispatcherTraits] = DispatcherTraits(gathers_tokens=True)
 
-    rows: RowsForm = "gathered"
-    """gathered: rows are sorted into an array; indexed: kernels of TPUs copy them by index while
-    they multiply, in both passes, which saves that memory (its time is not measured). Others, and
-    routers that are not token-major, gather."""
-
     @property
     def keeps_rows(self) -> bool:
         """False: the gathered tokens are kept."""
         return False
-
-    @property
-    def rows_form(self) -> RowsForm:
-        """As configured."""
-        return self.rows
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Sort, from the rows of all devices, those of the experts held here."""
@@ -70,5 +60,5 @@ class AllGatherConfig(Dispatcher):
             weights=outgoing.weights,
             undo=lambda outputs: move_rows(outputs, targets, sources),
             dropped=outgoing.none_dropped(),
-            indices=outgoing.indices_of(sources, targets, self.rows_form),
+            indices=outgoing.indices_of(sources, targets),
         )

@@ -55,6 +55,7 @@ def expert_parallel(
     config: Dispatcher,
     axes: ExpertAxes,
     moves: TokenMoves | None = None,
+    reads_tokens: bool = False,
 ) -> tuple[Float[Array, "T D"], Float[Array, " E"]]:
     """Apply to each token its assigned experts and sum their outputs by gate.
 
@@ -63,18 +64,19 @@ def expert_parallel(
         assignments: Assignments of these tokens.
         experts: (weights, rows sorted by expert, group sizes, gates of the rows) -> outputs of
             those experts, times the gates. What the backward pass shall find is named `HIDDEN`.
-            Where `config` indexes rows, with `indices`.
+            Where it reads tokens it has a keyword `indices`.
         weights: Pytree of arrays [e ...] of the experts held here.
         num_experts: E.
         config: The dispatcher.
         axes: Mesh axes over which experts are sharded; none: all are here, and none is needed.
         moves: How the tokens first move between the devices of `axes.expert`; None: they stay.
+        reads_tokens: Whether experts read tokens by index where no row travels.
 
     Returns:
         The sums in the dtype of `x`, 0 for a token without assignment; and per expert the number
         of dropped assignments of these tokens, all 0 unless the dispatcher may drop.
     """
-    outgoing = Outgoing(x, assignments, weights, num_experts, axes)
+    outgoing = Outgoing(x, assignments, weights, num_experts, axes, reads_tokens)
     if moves is None or not _is_spread(axes):
         return _in_chunks(outgoing, experts, config)
     y, dropped = _in_chunks(moves.send(outgoing), experts, config)
@@ -123,10 +125,11 @@ def _send_and_return(
     shared = () if config.traits.has_whole_tokens else shared
     if shared:
         outgoing = _gather_tokens(outgoing, shared)
-    dispatcher = config if _is_spread(axes) else LocalConfig(rows=config.rows_form)
+    dispatcher = config if _is_spread(axes) else LocalConfig()
 
     def apply(x: Array, assignments: Assignments, weights: Any) -> tuple[Array, Array]:
-        sent = dispatcher.dispatch(Outgoing(x, assignments, weights, outgoing.num_experts, axes))
+        own = dataclasses.replace(outgoing, x=x, assignments=assignments, weights=weights)
+        sent = dispatcher.dispatch(own)
         gates = checkpoint_name(sent.gates, ORDER)
         if sent.indices is not None:
             y = experts(sent.weights, x, sent.group_sizes, gates, indices=sent.indices)

@@ -68,6 +68,8 @@ class Outgoing:
     """E."""
     axes: ExpertAxes
     """Mesh axes over which experts are sharded."""
+    reads_tokens: bool = False
+    """Whether experts read tokens by index where their rows are of this device's tokens."""
 
     @property
     def rows(self) -> Float[Array, "A D"]:
@@ -86,18 +88,15 @@ class Outgoing:
         """Expert of each assignment; E where the slot is empty."""
         return self.assignments.expert_ids
 
-    def indices_of(
-        self, slots: Int[Array, " R"], places: Int[Array, " A"], form: str
-    ) -> RowIndices | None:
-        """Return the tokens of sorted rows; None where rows are gathered.
+    def indices_of(self, slots: Int[Array, " R"], places: Int[Array, " A"]) -> RowIndices | None:
+        """Return the tokens of sorted rows; None where experts read rows.
 
         Args:
             slots: Assignment of each row; A or more where the row is in no group.
             places: Row of each assignment; one past the groups where it has none.
-            form: `Dispatcher.rows_form`.
         """
         top_k = self.assignments.top_k
-        if form == "gathered" or top_k is None:
+        if top_k is None or not self.reads_tokens:
             return None
         last = jnp.int32(self.x.shape[0] - 1)
         sources = jnp.minimum(slots.astype(jnp.int32) // jnp.int32(top_k), last)

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
 from sharding.expert_parallel.transport import TransportChoice
-
-RowsForm = Literal["gathered", "indexed"]
-"""How experts read rows that are tokens of this device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +52,6 @@ class Dispatcher(abc.ABC):
     def keeps_rows(self) -> bool:
         """Whether the backward pass finds the rows at their experts, or dispatches again."""
         return True
-
-    @property
-    def rows_form(self) -> RowsForm:
-        """How experts read rows; those that travel arrive as an array."""
-        return "gathered"
 
     def check_tokens(self, num_tokens: int, *, is_token_major: bool) -> None:
         """Check that the chunks can cut the tokens of a device.

@@ -12,7 +12,7 @@ import dataclasses
 from typing import ClassVar
 
 from sharding.expert_parallel.dispatched import Dispatched, Outgoing
-from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits, RowsForm
+from sharding.expert_parallel.dispatcher import Dispatcher, DispatcherTraits
 from sharding.expert_parallel.permute import permute_rows, sort_by_expert
 
 
@@ -23,20 +23,10 @@ class LocalConfig(Dispatcher):
     name: ClassVar[str] = "local"
     traits: ClassVar[DispatcherTraits] = DispatcherTraits(spreads_experts=False)
 
-    rows: RowsForm = "gathered"
-    """gathered: rows are sorted into an array; indexed: kernels of TPUs copy them by index while
-    they multiply, in both passes, which saves that memory (its time is not measured). Others, and
-    routers that are not token-major, gather."""
-
     @property
     def keeps_rows(self) -> bool:
         """False: to take rows again costs a pass over memory."""
         return False
-
-    @property
-    def rows_form(self) -> RowsForm:
-        """As configured."""
-        return self.rows
 
     def dispatch(self, outgoing: Outgoing) -> Dispatched:
         """Sort the assigned rows by expert, on this device."""
@@ -48,7 +38,7 @@ class LocalConfig(Dispatcher):
             weights=outgoing.weights,
             undo=lambda outputs: permute_rows(outputs, order.inverse, order.order),
             dropped=outgoing.none_dropped(),
-            indices=outgoing.indices_of(order.order, order.inverse, self.rows_form),
+            indices=outgoing.indices_of(order.order, order.inverse),
         )
 
     def arriving_places(self, *, sent: float, worst: float) -> float:

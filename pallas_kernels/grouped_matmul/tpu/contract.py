@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.array_types import Array, Float, Int
 from pallas_kernels.grouped_matmul.tpu.blocks import Bytes, Tile, blocks_for, vmem_limit
 from pallas_kernels.grouped_matmul.tpu.gather import (
+    GridPlace,
     RowCopies,
-    Step,
     even_block,
     index_specs,
     indices_by_tile,
@@ -158,7 +158,7 @@ def _kernel(
     if call.gathered is not None:
         copies = RowCopies(factors[call.gathered], *refs[-2:])
         block = pl.program_id(call.gathered)
-        step = Step(visit, 0, pl.num_programs(2))
+        step = GridPlace(visit, 0, pl.num_programs(2))
         factors[call.gathered] = copies.advance(factors[2:4], step, low, high, block)
 
     def read(factor: int, at: Any) -> Array:

@@ -123,7 +123,7 @@ def index_specs(tile: int, visit_of: Callable[..., Any], num_visits: int) -> lis
     return [spec(0), spec(1)]
 
 
-class Step(NamedTuple):
+class GridPlace(NamedTuple):
     """Place in the grid."""
 
     visit: Any
@@ -144,7 +144,7 @@ class RowCopies(NamedTuple):
     """One for each buffer."""
 
     def advance(
-        self, sources: Sequence[Any], step: Step, low: Any, high: Any, block: Any = 0
+        self, sources: Sequence[Any], step: GridPlace, low: Any, high: Any, block: Any = 0
     ) -> Any:
         """Start the copies of the next step, and return the tile of this one, [r b].
 

@@ -40,8 +40,8 @@ from pallas_kernels.grouped_matmul.tpu.blocks import (
 )
 from pallas_kernels.grouped_matmul.tpu.factors import Factors
 from pallas_kernels.grouped_matmul.tpu.gather import (
+    GridPlace,
     RowCopies,
-    Step,
     even_block,
     index_specs,
     indices_by_tile,
@@ -306,7 +306,7 @@ def _kernel(
     own_rows: Any = None
     if copies is not None:
         own_rows = copies.advance(
-            sources, Step(visit, step, pl.num_programs(1), call.steps), low, high
+            sources, GridPlace(visit, step, pl.num_programs(1), call.steps), low, high
         )
 
     if call.is_decoded:

@@ -54,7 +54,6 @@ LAYOUTS = {
 }
 CONFIGS = {
     "all_gather": AllGatherConfig(),
-    "all_gather_indexed": AllGatherConfig(rows="indexed"),
     "equal": AllToAllConfig(transport="equal"),
     "ragged": AllToAllConfig(transport="ragged"),
     "chunks": AllToAllConfig(num_chunks=2),
@@ -143,7 +142,7 @@ def any_order(num_tokens, axes):
     return ShuffledTokens(*shuffle(wanted, jax.random.uniform(key, (num_tokens,)), devices))
 
 
-def on_mesh(layout, config, *, order=None, moves_tokens=False):
+def on_mesh(layout, config, *, order=None, moves_tokens=False, reads_tokens=False):
     """(x, gates, weights, expert_ids) -> y, dropped [devices E], on the mesh.
 
     Args:
@@ -151,6 +150,7 @@ def on_mesh(layout, config, *, order=None, moves_tokens=False):
         config: of the dispatcher.
         order: of the slots of one device, so that they are not token-major.
         moves_tokens: whether tokens first move between devices, in any order.
+        reads_tokens: whether experts read tokens by index.
     """
     mesh, axes = mesh_of(layout)
     tokens = PartitionSpec(tuple(mesh.axis_names))
@@ -173,7 +173,15 @@ def on_mesh(layout, config, *, order=None, moves_tokens=False):
         )
         moved = any_order(x.shape[0], axes) if moves_tokens else None
         y, dropped = expert_parallel(
-            x, assignments, experts, weights, num_experts=E, config=config, axes=axes, moves=moved
+            x,
+            assignments,
+            experts,
+            weights,
+            num_experts=E,
+            config=config,
+            axes=axes,
+            moves=moved,
+            reads_tokens=reads_tokens,
         )
         return y, dropped[None]
 
@@ -220,8 +228,6 @@ QUICK = {
     ("expert2", "all_gather"),
     ("expert8", "all_gather"),
     ("expert4_tensor2", "all_gather"),
-    ("expert2", "all_gather_indexed"),
-    ("expert1", "all_gather_indexed"),
     ("expert2", "equal"),
     ("expert2x2_reversed", "equal"),
     ("expert4_tensor2", "chunks"),
@@ -249,11 +255,27 @@ def test_dispatcher_equals_a_loop_over_experts(layout, name):
     check(on_mesh(layout, CONFIGS[name]), ROUTINGS)
 
 
-@pytest.mark.parametrize("name", ["local", "all_gather", "all_gather_indexed", "sent_again"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("expert1", "all_gather"),  # alone, as `local`
+        ("expert2", "all_gather"),
+        pytest.param("expert4_tensor2", "all_gather", marks=pytest.mark.slow),
+        pytest.param("expert2", "equal", marks=pytest.mark.slow),  # whose rows travel
+    ],
+)
+def test_experts_that_read_tokens_equal_a_loop_over_experts(layout, name):
+    check(on_mesh(layout, CONFIGS[name], reads_tokens=True), ROUTINGS)
+
+
+@pytest.mark.parametrize(
+    "name", ["local", "local_indexed", "all_gather", "all_gather_indexed", "sent_again"]
+)
 def test_the_backward_pass_takes_rows_again_and_needs_no_outputs(name, capsys):
     """Kept [A ...]: the hidden units, order and gates; of the tokens' width [T D] alone."""
-    config = {"local": LocalConfig(), **CONFIGS}[name]
-    function = on_mesh("expert1" if name == "local" else "expert2", config)
+    config = {"local": LocalConfig(), **CONFIGS}[name.removesuffix("_indexed")]
+    layout = "expert1" if "local" in name else "expert2"
+    function = on_mesh(layout, config, reads_tokens="indexed" in name)
     x, weights, _ = tensors()
     gates, ids = jnp.ones((T, K)), jnp.zeros((T, K), jnp.int32)
 

@@ -194,6 +194,7 @@ class Computation:
             num_experts=self.moe.num_experts,
             config=self.execution.dispatcher,
             axes=self.layout.experts,
+            reads_tokens=self.execution.implementations.expert_rows == "indexed",
         )
 
     def _experts(self) -> Any:

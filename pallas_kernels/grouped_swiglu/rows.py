@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which token each row of grouped_swiglu is of, and where the rows of each token are.
+"""Indices of the rows of grouped_swiglu by token, and the name of what it keeps of each row.
 
     rows[r] = tokens[sources[r]]        sums[t] = sum over k of rows[places[t, k]]
 
@@ -16,6 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import Array, Float, Int
+
+HIDDEN = "grouped_swiglu_hidden"
+"""Name for `jax.checkpoint` of the gate and up projection of the rows, before the activation, which
+the backward pass finds; what else it needs follows."""
 
 
 class RowIndices(NamedTuple):
