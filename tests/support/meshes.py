@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxmoe.contrib.token_routes.least_loaded import LeastLoadedConfig
-from jaxmoe.execution import ExecutionConfig
+from jaxmoe.execution import ExecutionConfig, KernelsConfig
 from sharding import MeshConfig, MoEMesh, make_mesh
 from sharding.expert_parallel import AllGatherConfig, AllToAllConfig
 from sharding.products.collective import RingProductsConfig
@@ -79,6 +79,14 @@ EXECUTIONS = {
         mesh=MeshConfig(replica=2, data=4), fold=MoEMesh(expert=2, expert_tensor=2)
     ),
     "expert8_all_gather": ExecutionConfig(mesh=MeshConfig(expert=8), dispatcher=AllGatherConfig()),
+    "expert8_all_gather_indexed": ExecutionConfig(
+        mesh=MeshConfig(expert=8),
+        dispatcher=AllGatherConfig(),
+        kernels=KernelsConfig(expert_rows="indexed"),
+    ),
+    "data8_local_indexed": ExecutionConfig(
+        mesh=MeshConfig(data=8), kernels=KernelsConfig(expert_rows="indexed")
+    ),
     "expert8_all_to_all": ExecutionConfig(mesh=MeshConfig(expert=8), dispatcher=AllToAllConfig()),
     "data2_expert4_chunks": ExecutionConfig(
         mesh=MeshConfig(data=2, expert=4), dispatcher=AllToAllConfig(num_chunks=2)
