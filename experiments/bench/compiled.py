@@ -47,6 +47,9 @@ class CompiledBenchConfig:
     """Devices, which need not be attached."""
     sequences: int = 1
     """Sequences on each device."""
+    expert: int = 1
+    """Size of mesh.expert in this library's mesh, whose other axis is data: whole experts are stored
+    over the one, the width of each over the other."""
     remat: Remat | None = None
     """What this library computes again; None for full, as MaxText does."""
     peer: Literal["maxtext", "none"] = "maxtext"
@@ -61,12 +64,15 @@ class CompiledBenchConfig:
             raise ValueError(f"recipe={self.recipe} must be one of {', '.join(RECIPES)}")
         if self.sequences < 1:
             raise ValueError(f"sequences={self.sequences} must be at least 1")
+        topology = parse_topology(self.topology)
+        number = topology.num_devices
+        if self.expert < 1 or number % self.expert:
+            raise ValueError(f"expert={self.expert} must divide the {number} devices of topology")
         if self.peer == "maxtext" and self.recipe not in MODELS:
             raise ValueError(
                 f"recipe={self.recipe} is no model of MaxText ({', '.join(MODELS)} are):"
                 " set --peer none"
             )
-        topology = parse_topology(self.topology)
         if self.peer == "maxtext" and topology.chip.platform != "tpu":
             raise ValueError(f"topology={self.topology} must be of TPUs for --peer maxtext")
 
@@ -104,7 +110,8 @@ def _ours(config: CompiledBenchConfig, topology: Topology) -> dict[str, Any]:
     python = config.python or sys.executable
     run = RECIPES[config.recipe]()
     remat = config.remat or "full"
-    execution = dataclasses.replace(run.execution, mesh=MeshConfig(data=number), remat=remat)
+    mesh = MeshConfig(data=number // config.expert, expert=config.expert)
+    execution = dataclasses.replace(run.execution, mesh=mesh, remat=remat)
     training = dataclasses.replace(
         run.training, batch_size=number * config.sequences, accumulation=1
     )

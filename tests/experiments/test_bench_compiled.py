@@ -17,6 +17,7 @@ from experiments.bench import compiled, maxtext_step
 @pytest.mark.slow
 def test_program_of_this_library_is_compiled(tmp_path, capsys):
     argv = ["compiled", "--recipe", "languages", "--topology", "cpu:8", "--peer", "none"]
+    argv += ["--expert", "2"]
     assert bench.main([*argv, "--run.directory", str(tmp_path)]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     program = summary["programs"]["jaxmoe"]
@@ -33,6 +34,7 @@ def test_program_of_this_library_is_compiled(tmp_path, capsys):
         (("--recipe", "tny"), "must be one of"),
         (("--topology", "cpu:8"), "must be of TPUs for --peer maxtext"),
         (("--sequences", "0"), "must be at least 1"),
+        (("--expert", "3"), "expert=3 must divide the 256 devices"),
     ],
 )
 def test_refusals(capsys, argv, message):
