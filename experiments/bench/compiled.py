@@ -48,8 +48,8 @@ class CompiledBenchConfig:
     sequences: int = 1
     """Sequences on each device."""
     expert: int = 1
-    """Size of mesh.expert in this library's mesh, whose other axis is data: whole experts are stored
-    over the one, the width of each over the other."""
+    """Size of mesh.expert in this library's mesh, whose other axis is data: whole experts are
+    stored over the one, the width of each over the other."""
     remat: Remat | None = None
     """What this library computes again; None for full, as MaxText does."""
     peer: Literal["maxtext", "none"] = "maxtext"

@@ -13,9 +13,9 @@ the same row, half a block of columns apart, in one pass over the array; the ker
 with a shift and a mask. Rows of 32-bit values are copied as they are.
 
 The starts and waits are instructions of the core that multiplies, for each row: what they cost has
-not been measured on a TPU. A layer of OLMoE copies each of 131,072 rows nine times, whole or in halves, and
-spares 3.2 GB of traffic: on a v5e it is faster if a start and its wait take less than 3 ns, three
-cycles. What it surely saves is memory.
+not been measured on a TPU. A layer of OLMoE copies each of 131,072 rows nine times, whole or in
+halves, and spares 3.2 GB of traffic: on a v5e it is faster if a start and its wait take less than
+3 ns, three cycles. What it surely saves is memory.
 """
 
 from collections.abc import Callable, Sequence
