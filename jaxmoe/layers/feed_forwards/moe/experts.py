@@ -192,20 +192,14 @@ def apply_experts(
         rows = _scale(rows, gates)
         gates = None
     if encoded is not None:
-        matrices = _encoded_matrices(weights, rows.dtype, encoded, expert_tensor)
-        hidden = checkpoint_name(
-            encoded.project_groups(rows, matrices[0], group_sizes), HIDDEN
-        )  # R, 2, F
-        projections = [hidden[:, i] for i in range(hidden.shape[1])]
-        hidden = biases.activate(projections, activation, gates)
-        return biases.add(encoded.project_groups(hidden, matrices[1], group_sizes), gates)
+        first, second = _encoded_matrices(weights, rows.dtype, encoded, expert_tensor)
+        z = checkpoint_name(encoded.project_groups(rows, first, group_sizes), HIDDEN)  # R, 2, F
+        hidden = biases.activate([z[:, i] for i in range(z.shape[1])], activation, gates)
+        return biases.add(encoded.project_groups(hidden, second, group_sizes), gates)
     parts: Any = tuple(as_factor(weights[name], rows.dtype) for name in _inputs(weights))
     gate_up = parts if len(parts) == 2 else parts[0]
     down: Any = as_factor(weights["down"], rows.dtype)
-    is_floating = isinstance(gate_up, QuantizedArray) and activations is None
-    is_fused = is_floating or not isinstance(gate_up, Packed)
-    if any(isinstance(weight, LowRank) for weight in (gate_up, down)):
-        is_fused = all(map(_is_added_here, (gate_up, down))) and adds_factors(implementation)
+    is_fused = _are_taken(gate_up, down, activations, implementation)
     if is_fused and is_by_kernel(activation, weights):
         return grouped_swiglu(
             rows,
@@ -240,6 +234,19 @@ def _reads_tokens(weights: Mapping[str, Any], activation: ActivationBase) -> boo
     """Return whether `grouped_swiglu` computes all of the experts, with floating matrices."""
     are_floating = all(isinstance(weight, jax.Array) for weight in weights.values())
     return are_floating and is_by_kernel(activation, weights)
+
+
+def _are_taken(
+    gate_up: Any,
+    down: Any,
+    activations: QuantizedDtype | None,
+    implementation: Implementation | None,
+) -> bool:
+    """Return whether `grouped_swiglu` multiplies with both matrices."""
+    if any(isinstance(weight, LowRank) for weight in (gate_up, down)):
+        return all(map(_is_added_here, (gate_up, down))) and adds_factors(implementation)
+    is_floating = isinstance(gate_up, QuantizedArray) and activations is None
+    return is_floating or not isinstance(gate_up, Packed)
 
 
 def _is_added_here(weight: Any) -> bool:
