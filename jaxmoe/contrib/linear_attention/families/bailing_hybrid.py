@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ling 3.0: Kimi Delta Attention with bounded decays, and gated latent attention.
 
-The experts are those of DeepSeek-V3. Layers are named by layer_types, or every layer_group_size-th has latent attention. Names of fields
-and tensors are those of the published files, or of transformers in memory. Layers for multi-token
-prediction are left out.
+The experts are those of DeepSeek-V3. Layers are named by layer_types, or every layer_group_size-th
+has latent attention. Names of fields and tensors are those of the published files, or of
+transformers in memory. Layers for multi-token prediction are left out.
 Source: transformers' `BailingHybridForCausalLM`.
+
+Longer than 120 lines: latent attention of the core has no gates of heads, and tensors have two sets
+of names.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ Every layer_group_size-th layer has latent attention, and those of a last group 
 The files have the model_type of Ling 3.0 and another architecture; transformers has no class of
 them. Layers for multi-token prediction are left out.
 Source: the published `BailingMoeV2_5ForCausalLM`.
+
+Longer than 120 lines: lightning attention of MiniMax-01 has no positions and one norm, and which
+layers it is in follows from a period alone.
 """
 
 from __future__ import annotations

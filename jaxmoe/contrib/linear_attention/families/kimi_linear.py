@@ -5,6 +5,8 @@
 Layers are named by layer_types, or numbered from 1 in linear_attn_config. Names of fields and
 tensors are those of version 5 of transformers, in memory and on disk, or of the published files.
 Source: arXiv 2510.26692.
+
+Longer than 120 lines: no layer lacks an option; fields have three spellings, and tensors two.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 transformers has no class of them: the published files bring their own, whose names of tensors these
 are. One tensor has queries, keys and values. Layers for multi-token prediction are left out.
 Source: arXiv 2510.22115, and the published `BailingMoeV2ForCausalLM`.
+
+Longer than 120 lines: no layer lacks an option; half of it serves all families of Ling.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _ONLY: Final = {
     "moe_router_enable_expert_bias": (True, "these experts are chosen with a bias"),
     "embedding_dropout": (0.0, "there is no dropout here"),
     "output_dropout": (0.0, "there is no dropout here"),
+    "use_rmsnorm": (True, "norms are RMSNorm"),
     "norm_head": (False, "rows of the head are not normed"),
 }
 _TRAINING: Final = ("router_dtype", "mtp_loss_scaling_factor", "num_nextn_predict_layers")
