@@ -7,7 +7,7 @@
     mxfp4   X_blocks uint8 [E, out, in / 32, 16], X_scales uint8 [E, out, in / 32]
             w = fp4 * 2^(scale - 127), two values a byte, the first in the low bits (gpt-oss;
             OCP Microscaling Formats 1.0)
-    int4, int8 of compressed-tensors, AWQ and GPTQ: `packed_integers.py`
+    int4, int8 of compressed-tensors, AWQ and GPTQ: `formats/packed_integers.py`
 
 Values are computed in float32 when a tensor is read, one tensor at a time. Both factors are powers
 of two or few bits wide, so the products of fp8 are rounded once and those of mxfp4 are exact.
@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxmoe.checkpoint.huggingface.filling import tensor_values
-from jaxmoe.checkpoint.huggingface.packed_integers import (
+from jaxmoe.checkpoint.huggingface.formats.packed_integers import (
     CONFIG,
     DecodedTensor,
     decode_awq,

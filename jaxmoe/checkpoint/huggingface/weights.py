@@ -436,7 +436,7 @@ def _of_layer(
         shape = (total, fan_in) if is_transposed else (fan_in, total)
         yield TensorPiece(key, shape, cut, (*where, *inside), is_transposed)
     else:
-        num_experts = row.shape[declaration.axes.index(*stack)]
+        num_experts = row.shape[declaration.axes.index(stack.pop())]
         first = out * (rule.half or 0)
         for expert in range(num_experts):
             name = key.replace("{expert}", str(expert))

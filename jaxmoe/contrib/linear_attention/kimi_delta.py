@@ -143,14 +143,15 @@ class KimiDelta(GatedDelta):
         """Return the declarations of the parameters of heads and of the norm, and widening ones."""
         config = self.config
         rows = super().vectors()
-        sizes = {"decay_out": config.key_dim, "gate_out": config.head_dim}
-        for name, size in sizes.items() if config.gate_rank is not None else ():
-            rows[name] = Declaration(
-                shape=(config.gate_rank, config.num_heads, size),
-                axes=(ax.STATE, ax.HEADS, ax.HEAD_DIM),
-                role="attention_in",
-                matrix=((-3,), (-2, -1)),
-            )
+        rank = config.gate_rank
+        if rank is not None:
+            for name, size in {"decay_out": config.key_dim, "gate_out": config.head_dim}.items():
+                rows[name] = Declaration(
+                    shape=(rank, config.num_heads, size),
+                    axes=(ax.STATE, ax.HEADS, ax.HEAD_DIM),
+                    role="attention_in",
+                    matrix=((-3,), (-2, -1)),
+                )
         shape = (config.num_heads, config.key_dim)
         rows["dt_bias"] = dataclasses.replace(
             rows["dt_bias"], shape=shape, axes=(ax.HEADS, ax.HEAD_DIM)

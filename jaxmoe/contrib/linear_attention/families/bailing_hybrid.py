@@ -150,7 +150,8 @@ class BailingHybridFamily(Family):
             conv_length=fields.get("linear_conv_kernel_dim", "short_conv_kernel_size", default=4),
         )
         mixers = [delta if kind == _LINEAR else attention for kind in kinds]
-        arguments = read_experts(fields) | {"dense": parts.layers_named_dense(fields, 2)}
+        arguments = read_experts(fields)
+        arguments["dense"] = parts.layers_named_dense(fields, 2)
         layers = parts.layers_of(mixers, attention)
         return parts.assemble(fields, attention=attention, layers=layers, **arguments)
 

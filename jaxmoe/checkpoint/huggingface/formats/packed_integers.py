@@ -70,7 +70,7 @@ def decode_compressed(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -
         raise _refused("format", form, "'pack-quantized'")
     groups: Any = settings.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, Mapping)]
+    weights: Any = [scheme.get("weights") for scheme in schemes if isinstance(scheme, Mapping)]
     if not weights or not all(isinstance(scheme, Mapping) for scheme in weights):
         raise _refused("config_groups", groups, "an object of schemes with weights")
     if any(scheme.get("input_activations") for scheme in schemes):
