@@ -256,7 +256,7 @@ _MIXER: Final = {
         "Attention whose queries and outputs are made by experts that a router chooses (JetMoE).",
     ),
     "gated_latent": (
-        "jaxmoe.contrib.family_layers.gated_latent:GatedLatentConfig",
+        "jaxmoe.contrib.linear_attention.gated_latent:GatedLatentConfig",
         "Latent attention whose heads are gated by the layer's input.",
     ),
 }

@@ -21,7 +21,7 @@ Where sequences are cut, values (or keys) are padded with zeros to the wider of 
 of sequence parallelism take one width.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1), DeepSeek-V3 (arXiv 2412.19437, section 2.1.1).
-Windows are not implemented; gates of heads are in a vertical (`contrib/family_layers`).
+Windows are not implemented; gates of heads are in a vertical (`contrib/linear_attention`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from jaxmoe.checkpoint.huggingface.family import FAMILIES, Family
 from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.checkpoint.huggingface.rules import LATENT_ATTENTION, rule
 from jaxmoe.checkpoint.huggingface.weights import Rule
-from jaxmoe.contrib.family_layers.gated_latent import GatedLatentConfig
 from jaxmoe.contrib.linear_attention.families.kimi_linear import USUAL_NAMES
+from jaxmoe.contrib.linear_attention.gated_latent import GatedLatentConfig
 from jaxmoe.contrib.linear_attention.kimi_delta import KimiDeltaConfig
 from jaxmoe.models.config import ModelConfig
 

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 
 from jaxmoe import generate
-from jaxmoe.contrib.family_layers.gated_latent import GatedLatentConfig
+from jaxmoe.contrib.linear_attention.gated_latent import GatedLatentConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.records import TokenInputs
 from jaxmoe.models.config import LatentAttentionConfig
