@@ -41,6 +41,7 @@ EXPERT_MLP: Final = "expert_mlp"  # F, hidden units of one routed expert
 ROUTER_OUT: Final = "router_out"  # E as the outputs of the router, which every device needs whole
 ROUTER_DIM: Final = "router_dim"  # inner width of a router of two factors
 CONSTANTS: Final = "constants"  # the constant experts, which every device has
+HEAD_EXPERTS: Final = "head_experts"  # experts of queries and outputs of attention, likewise
 ROUTER_SLOTS: Final = "router_slots"  # P, slots of one expert in a sequence
 MEMORY_ROWS: Final = "memory_rows"  # the values of a memory
 MEMORY_DIM: Final = "memory_dim"  # width of a value of a memory
@@ -92,6 +93,7 @@ LOGICAL_AXES: Final = (
     ROUTER_OUT,
     ROUTER_DIM,
     CONSTANTS,
+    HEAD_EXPERTS,
     ROUTER_SLOTS,
     MEMORY_ROWS,
     MEMORY_DIM,

@@ -203,6 +203,7 @@ DATA_PARALLEL = LogicalAxisRules(
         (ax.ROUTER_OUT, ()),
         (ax.ROUTER_DIM, ()),
         (ax.CONSTANTS, ()),
+        (ax.HEAD_EXPERTS, ()),
         (ax.ROUTER_SLOTS, ()),
         (ax.MEMORY_ROWS, (ax.EXPERT, ax.TENSOR)),
         (ax.MEMORY_DIM, ()),

@@ -235,6 +235,10 @@ _MIXER: Final = {
         "jaxmoe.contrib.linear_attention.lightning:LightningConfig",
         "Lightning attention: linear attention with a fixed decay per head.",
     ),
+    "rotary_lightning": (
+        "jaxmoe.contrib.linear_attention.rotary_lightning:RotaryLightningConfig",
+        "Lightning attention with QK-norm, RoPE and a norm of groups of heads (Ling 2.5).",
+    ),
     "narrow_values": (
         "jaxmoe.contrib.family_layers.narrow_values:NarrowValuesConfig",
         "Grouped-query attention whose values are narrower than its keys.",
@@ -247,6 +251,14 @@ _MIXER: Final = {
         "jaxmoe.contrib.family_layers.scaled_latent:ScaledLatentConfig",
         "Latent attention whose queries and latents are scaled by their widths.",
     ),
+    "expert_heads": (
+        "jaxmoe.contrib.family_layers.expert_heads:ExpertHeadsConfig",
+        "Attention whose queries and outputs are made by experts that a router chooses (JetMoE).",
+    ),
+    "gated_latent": (
+        "jaxmoe.contrib.linear_attention.gated_latent:GatedLatentConfig",
+        "Latent attention whose heads are gated by the layer's input.",
+    ),
 }
 
 _FEED_FORWARD: Final = {
@@ -254,6 +266,10 @@ _FEED_FORWARD: Final = {
     "moe": (
         "jaxmoe.layers.feed_forwards.moe.config:MoEConfig",
         "A Mixture-of-Experts feed-forward layer: router, gate, balancers, capacity, experts.",
+    ),
+    "biased_moe": (
+        "jaxmoe.contrib.family_layers.output_bias:BiasedMoEConfig",
+        "A Mixture-of-Experts feed-forward layer whose output has a bias (JetMoE).",
     ),
     "none": (
         "jaxmoe.layers.single_half:NoFeedForwardConfig",
@@ -346,6 +362,10 @@ _NORM: Final = {
     "centred_rms": (
         "jaxmoe.layers.norms:CentredRmsNormConfig",
         "RMSNorm whose factors are 1 + gain, so that weight decay draws them to 1.",
+    ),
+    "rms_of_layers": (
+        "jaxmoe.contrib.family_layers.output_bias:LayerRmsNormConfig",
+        "RMSNorm with an epsilon of its own in the halves of layers (JetMoE).",
     ),
     "layer": (
         "jaxmoe.layers.norms:LayerNormConfig",

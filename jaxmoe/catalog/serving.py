@@ -225,6 +225,9 @@ _FAMILY: Final = {
     "dbrx": (f"{_GROUPED}.dbrx:DbrxFamily", "DBRX."),
     "lfm2_moe": (f"{_LINEAR}.lfm2_moe:Lfm2MoeFamily", "LFM2 with experts."),
     "qwen3_next": (f"{_LINEAR}.qwen3_next:Qwen3NextFamily", "Qwen3-Next."),
+    "bailing_moe": (f"{_GROUPED}.bailing_moe:BailingMoeFamily", "Ling 2.0."),
+    "bailing_moe_v2_5": (f"{_LINEAR}.bailing_moe_v2_5:BailingMoeV25Family", "Ling 2.5."),
+    "bailing_hybrid": (f"{_LINEAR}.bailing_hybrid:BailingHybridFamily", "Ling 3.0."),
     "kimi_linear": (f"{_LINEAR}.kimi_linear:KimiLinearFamily", "Kimi Linear."),
     "minimax": (f"{_LINEAR}.minimax:MiniMaxFamily", "MiniMax-01."),
     "qwen3_5_moe_text": (
@@ -244,6 +247,7 @@ _FAMILY: Final = {
     "nemotron_h": (f"{_HYBRID}.nemotron_h:NemotronHFamily", "Nemotron-H and Nemotron 3."),
     "llama4_text": (f"{_GROUPED}.llama4_text:Llama4TextFamily", "Llama 4, its text model."),
     "mimo_v2_flash": (f"{_LAYERS}.mimo_v2_flash:MimoV2FlashFamily", "MiMo-V2-Flash."),
+    "jetmoe": (f"{_LAYERS}.jetmoe:JetMoeFamily", "JetMoE."),
     "deepseek_v32": (f"{_LAYERS}.deepseek_v32:DeepseekV32Family", "DeepSeek-V3.2."),
     "longcat_flash": (f"{_LAYERS}.longcat_flash:LongcatFlashFamily", "LongCat-Flash."),
 }

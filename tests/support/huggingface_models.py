@@ -34,11 +34,15 @@ BALANCED = tuple(name for name, config in CONFIGS.items() if balance_coefficient
 """Families with a load-balancing loss."""
 
 
-SAME_IN_MEMORY = ("dbrx", "gpt_oss", "llama4_text")
+SAME_IN_MEMORY = ("dbrx", "gpt_oss", "llama4_text", "jetmoe")
 """Families whose tensors have the same names on disk and in memory."""
 
-_NAMED = ("qwen3_5_moe_text",)
+_NAMED = ("qwen3_5_moe_text", "bailing_moe")
 """Families of models that an earlier family computes too, under other names of tensors."""
+
+
+OF_NO_CLASS = ("bailing_moe", "bailing_moe_v2_5")
+"""Families that transformers has no class of; `ling.py` has one."""
 
 
 def family_options(config: dict[str, Any]) -> dict[str, str]:
@@ -172,6 +176,10 @@ def build(config: dict[str, Any]) -> Any:
     import torch
     import transformers
 
+    if config["model_type"] in OF_NO_CLASS:  # of which transformers has no class
+        from tests.support import ling
+
+        ling.register()
     fields = {key: value for key, value in config.items() if key != "model_type"}
     # Its faster experts want rows of whole multiples of 16 bytes.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -748,5 +748,103 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "bailing_moe, one group, biases, whole heads turn, no norm": (
+        "bailing_moe",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qkv_bias": True,
+            "use_bias": True,
+            "partial_rotary_factor": 1.0,
+            "use_qk_norm": False,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "bailing_moe, yarn, tied, experts alone": (
+        "bailing_moe",
+        {
+            "first_k_dense_replace": 0,
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "num_experts_per_tok": 3,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+            },
+        },
+    ),
+    "bailing_moe_v2_5, whole groups, one norm, no latent of queries": (
+        "bailing_moe_v2_5",
+        {
+            "num_hidden_layers": 4,
+            "layer_group_size": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "group_norm_size": 1,
+            "q_lora_rank": None,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "bailing_moe_v2_5, a norm of each head, tied": (
+        "bailing_moe_v2_5",
+        {
+            "num_hidden_layers": 4,
+            "layer_group_size": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "qk_rope_head_dim": 6,
+            "tie_word_embeddings": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "bailing_hybrid, one group, decays without a floor": (
+        "bailing_hybrid",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_renormalize": False,
+            "mlp_layer_types": ["sparse"] * 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "short_conv_kernel_size": 4,
+            "kda_safe_gate": False,
+        },
+    ),
+    "bailing_hybrid, absent layer types": (
+        "bailing_hybrid",
+        {
+            "num_hidden_layers": 5,
+            "layer_group_size": 3,
+            "first_k_dense_replace": 1,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "v_head_dim": 11,
+            "head_dim": 7,
+        },
+    ),
+    "jetmoe, three experts of a token, the usual epsilon, tied": (
+        "jetmoe",
+        {
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "jetmoe, one expert of a token, linear scaling": (
+        "jetmoe",
+        {
+            "num_experts_per_tok": 1,
+            "num_key_value_heads": 5,
+            "kv_channels": 6,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 55.0, "factor": 2.0},
+        },
+    ),
 }
 """Name of the model and the fields that differ, by what is special."""

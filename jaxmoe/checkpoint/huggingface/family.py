@@ -121,6 +121,15 @@ class Family(abc.ABC):
             CheckpointError: The family has no fields for the model.
         """
 
+    def of_files(self, config: Mapping[str, Any]) -> Family:
+        """Return the family of a config with this `model_type`; several architectures may have it.
+
+        Args:
+            config: Fields of config.json, of any type.
+        """
+        del config
+        return self
+
     def left_out(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the prefixes of tensors that are not computed here.
 

@@ -45,6 +45,8 @@ _DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "float8_e8m0fnu",
     "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
 }
 
 

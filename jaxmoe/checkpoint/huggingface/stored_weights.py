@@ -7,6 +7,7 @@
     mxfp4   X_blocks uint8 [E, out, in / 32, 16], X_scales uint8 [E, out, in / 32]
             w = fp4 * 2^(scale - 127), two values a byte, the first in the low bits (gpt-oss;
             OCP Microscaling Formats 1.0)
+    int4, int8 of compressed-tensors, AWQ and GPTQ: `formats/packed_integers.py`
 
 Values are computed in float32 when a tensor is read, one tensor at a time. Both factors are powers
 of two or few bits wide, so the products of fp8 are rounded once and those of mxfp4 are exact.
@@ -16,41 +17,28 @@ To add a format: a function from names to tensors, its row in `_FORMATS`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from jaxmoe.checkpoint.huggingface.filling import tensor_values
+from jaxmoe.checkpoint.huggingface.formats.packed_integers import (
+    CONFIG,
+    DecodedTensor,
+    decode_awq,
+    decode_compressed,
+    decode_gptq,
+)
 from jaxmoe.checkpoint.huggingface.paths import show_value
 from jaxmoe.checkpoint.manifest import CheckpointError
 
-CONFIG: Final = "quantization_config"
-"""Field of config.json that names the format."""
 _NO_WEIGHTS = (".rotary_emb.inv_freq", ".activation_scale", ".input_scale")
 """Ends of names of tensors that follow from the config, or that this library does not use."""
 _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _FP4_VALUES = np.concatenate([_FP4, -_FP4])
 _EXPONENT_BIAS = 127
 _MX_BLOCK = 32
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodedTensor:
-    """A tensor that is computed from stored ones when `numpy.asarray` reads it."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-    """Function that returns the values, f32."""
-    file: Any = None
-    """File of the stored values, for messages."""
-    dtype: str = "float32"
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # every read makes a new array
-        values = self.read()
-        return values if dtype is None else values.astype(dtype)
 
 
 def decode_weights(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -71,7 +59,7 @@ def decode_weights(fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Map
     if method not in _FORMATS:
         raise CheckpointError(
             f"config.{CONFIG}.quant_method={show_value(method)} is not read here, only"
-            f" {' and '.join(_FORMATS)}: write the weights as bfloat16 with the library that"
+            f" {', '.join(_FORMATS)}: write the weights as bfloat16 with the library that"
             " quantised them"
         )
     return _FORMATS[method](settings, tensors)
@@ -182,4 +170,7 @@ def _blocks(name: str, blocks: Any, scales: Any) -> DecodedTensor:
 _FORMATS: Final[dict[Any, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]]] = {
     "fp8": _decode_fp8,
     "mxfp4": _decode_mxfp4,
+    "compressed-tensors": decode_compressed,
+    "awq": decode_awq,
+    "gptq": decode_gptq,
 }

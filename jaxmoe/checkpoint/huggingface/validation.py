@@ -111,19 +111,21 @@ _RULES: Final = (
         " linear_num_value_heads linear_num_key_heads linear_value_head_dim linear_key_head_dim"
         " linear_conv_kernel_dim block_size linear_num_heads linear_head_dim num_experts_per_token"
         " num_expert_group model_max_length expert_ffn_hidden_size"
-        " index_n_heads index_head_dim index_topk sliding_window_size",
+        " index_n_heads index_head_dim index_topk sliding_window_size layer_group_size"
+        " group_norm_size short_conv_kernel_size kv_channels",
     ),
     _SizeRule("a finite number above 0", lambda value: _is_finite(value) and value > 0, "norm_eps"),
     _SizeRule(
         "a finite number",
         _is_finite,
         "full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor"
-        " linear_attn_beta_factor mlp_alpha_factor mlp_beta_factor",
+        " linear_attn_beta_factor mlp_alpha_factor mlp_beta_factor kda_lower_bound",
     ),
     _SizeRule(
         "true or false",
         lambda value: isinstance(value, bool),
-        "conv_bias use_expert_bias tie_embedding moe_renormalize mla_use_nope",
+        "conv_bias use_expert_bias tie_embedding moe_renormalize mla_use_nope kda_safe_gate"
+        " use_qkv_bias",
     ),
     _SizeRule("an object", lambda value: isinstance(value, Mapping), "linear_attn_config"),
     _SizeRule(

@@ -50,7 +50,14 @@ from sharding.rules import LogicalAxisRules
 EMBEDDING = "model.embed_tokens.weight"
 WTE = "transformer.wte.weight"
 """The embedding in families with blocks of `transformer`."""
-EMBEDDINGS = (EMBEDDING, WTE, "backbone.embeddings.weight", "model.embeddings.weight")
+LING_EMBEDDING = "model.word_embeddings.weight"
+EMBEDDINGS = (
+    EMBEDDING,
+    WTE,
+    LING_EMBEDDING,
+    "backbone.embeddings.weight",
+    "model.embeddings.weight",
+)
 """Names of the embedding in all families."""
 HEAD = "lm_head.weight"
 ROUTER_STATE = "router_state"
@@ -59,6 +66,7 @@ Nonfinite = Literal["refuse", "keep"]
 """What to do with values that are NaN, infinite, or infinite in float32."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHOWN = 20
+_STACKS = {ax.EXPERTS, ax.HEAD_EXPERTS}
 _PART = 2**28
 """Bytes of a layer, in float32, above which its experts are read in several parts."""
 
@@ -141,13 +149,13 @@ class Tensors:
             piece.key: piece.shape for row_pieces in self._pieces.values() for piece in row_pieces
         }
         if model.has_tied_embeddings and HEAD in tensors:  # a model in memory names it twice
-            shapes[HEAD] = shapes[EMBEDDING]
+            (table,) = {name for name in EMBEDDINGS if name in shapes}
+            shapes[HEAD] = shapes[table]
         _check(shapes, tensors)
         if HEAD in shapes and model.has_tied_embeddings:
-            head = tensor_values(tensors[HEAD])
-            table = tensor_values(tensors[EMBEDDING])
-            if not np.array_equal(head, table, equal_nan=True):
-                raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {EMBEDDING}")
+            pair = [tensor_values(tensors[name]) for name in (HEAD, table)]
+            if not np.array_equal(*pair, equal_nan=True):
+                raise CheckpointError(f"tie_word_embeddings is set, but {HEAD} is not {table}")
 
     def is_stacked(self, row: ParameterSpec) -> bool:
         """Return whether the first dimension counts layers, which can be read one at a time."""
@@ -433,11 +441,11 @@ def _of_layer(
     elif rule.layout == "depthwise":
         part = (*(cut or (slice(None),)), 0)
         yield TensorPiece(key, (total, 1, fan_in), part, (*where, *inside), is_transposed)
-    elif ax.EXPERTS not in declaration.axes:
+    elif not (stack := _STACKS.intersection(declaration.axes)):
         shape = (total, fan_in) if is_transposed else (fan_in, total)
         yield TensorPiece(key, shape, cut, (*where, *inside), is_transposed)
     else:
-        num_experts = row.shape[declaration.axes.index(ax.EXPERTS)]
+        num_experts = row.shape[declaration.axes.index(stack.pop())]
         first = out * (rule.half or 0)
         for expert in range(num_experts):
             name = key.replace("{expert}", str(expert))

@@ -14,7 +14,7 @@ ROWS: Final = (
         that(
             "model.mixers.*",
             "with decay_layers",
-            lambda mixer: mixer.name == "lightning" and mixer.decay_layers is not None,
+            lambda mixer: getattr(mixer, "decay_layers", None) is not None,
             "model.layers.mixer",
         ),
         "model.loop calls layers several times, and the decay of {second} depends on the number of"

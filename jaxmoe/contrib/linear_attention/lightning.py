@@ -267,6 +267,7 @@ class Lightning(nn.Module):
             weight = declare(self, name, row).astype(dtype)
             products[name] = Product("bsd,dnh->bsnh", weight, (None, ax.HEADS, None), _X)
         projected = out_of_stream(x.astype(dtype), products, placement, form=form)
+        projected |= self.heads({name: projected[name] for name in "qkv"}, tokens)
         gain = Declaration(shape=sizes, axes=_HEADS, role="norm", matrix=None, init="ones")
         weights = {"norm": declare(self, "norm", gain), "rates": config.rates(layer)}
         scan = functools.partial(self._scan, axes=placement.mesh_axes(ax.ACT_HEADS))
@@ -304,7 +305,7 @@ class Lightning(nn.Module):
             axes: Mesh axes over which heads are split.
             parts: Mesh axes over which rows are cut.
         """
-        q, k, v = (jax.nn.silu(projected[name]) for name in "qkv")
+        q, k, v = (projected[name] for name in "qkv")
         step = jnp.ones(v.shape[:3], jnp.float32)
         decay = -weights["rates"]
         run: Callable[..., Any] = functools.partial(
@@ -323,14 +324,32 @@ class Lightning(nn.Module):
             return jnp.exp(time * decay[None])[..., None, None]
 
         y, state = run_rows(run, layer_cache.get("state"), step, factor, segments, parts)
-        y = y.astype(jnp.float32)
+        y = self.norm(y.astype(jnp.float32), axes)
+        y = y * weights["norm"][None, None] * jax.nn.sigmoid(projected["z"].astype(jnp.float32))
+        return y.astype(v.dtype), {"state": state} if layer_cache else {}
+
+    def heads(self, projected: dict[str, Array], tokens: TokenInputs) -> dict[str, Array]:
+        """Return queries, keys and values of the projections of the stream.
+
+        Args:
+            projected: Projections [B S N H] by name.
+            tokens: Positions.
+        """
+        del tokens
+        return {name: jax.nn.silu(x) for name, x in projected.items()}
+
+    def norm(self, y: Float32[Array, "B S n H"], axes: tuple[str, ...]) -> Float32[Array, ...]:
+        """Return the output of the heads of this device, normed over the heads of all devices.
+
+        Args:
+            y: Output of the heads of this device.
+            axes: Mesh axes over which heads are split.
+        """
         total = jnp.sum(y * y, axis=(-2, -1), keepdims=True)
         if axes:
             total = jax.lax.psum(total, axes)
         mean = total / jnp.float32(self.config.inner_dim)
-        y = y * jax.lax.rsqrt(mean + jnp.float32(self.config.norm_epsilon))
-        y = y * weights["norm"][None, None] * jax.nn.sigmoid(projected["z"].astype(jnp.float32))
-        return y.astype(v.dtype), {"state": state} if layer_cache else {}
+        return y * jax.lax.rsqrt(mean + jnp.float32(self.config.norm_epsilon))
 
 
 def _repeats(mixers: Sequence[MixerBase], period: int) -> bool:

@@ -21,7 +21,7 @@ Where sequences are cut, values (or keys) are padded with zeros to the wider of 
 of sequence parallelism take one width.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1), DeepSeek-V3 (arXiv 2412.19437, section 2.1.1).
-Windows and gates are not implemented.
+Windows are not implemented; gates of heads are in a vertical (`contrib/linear_attention`).
 """
 
 from __future__ import annotations
@@ -260,6 +260,13 @@ class LatentAttention(nn.Module):
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
         """Attend; see `jaxmoe.layers.mixers.attention.Attention`."""
         del layer
+        out, outputs = self._of_heads(x, tokens, cache)
+        return self._leave(out), outputs
+
+    def _of_heads(
+        self, x: Float[Array, "B S D"], tokens: TokenInputs, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B S N Hv"], MixerOutputs]:
+        """Return the output of each head, and the new cache and observations."""
         self.config.check_precision(self.execution.precision)
         positions = tokens.positions
         dtype = self.execution.precision.compute_dtype
@@ -279,7 +286,7 @@ class LatentAttention(nn.Module):
                 (q_nope, q_rope), (latent, rope_key[:, :, 0]), kv_b, cache, positions, rules
             )
         observations = observer_of(self.execution).attention(logits, tokens.token_mask)
-        return self._leave(out), MixerOutputs(cache=entries, observations=observations)
+        return out, MixerOutputs(cache=entries, observations=observations)
 
     def _place(self, q: Array, rope_key: Array, tokens: TokenInputs) -> tuple[Array, Array, Array]:
         """Return both parts of queries, and RoPE's key [B S 1 H], turned by their positions."""

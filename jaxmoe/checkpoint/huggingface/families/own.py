@@ -64,4 +64,4 @@ def family_of(fields: Mapping[str, Any]) -> Family:
         CheckpointError: The model_type is unknown.
     """
     name: Any = fields.get("model_type")  # of any type, in a file of any origin
-    return OWN if name == OWN.name else family(name)
+    return OWN if name == OWN.name else family(name).of_files(fields)

@@ -8,7 +8,7 @@ are named by `pair` and `side`. transformers allocates gate and up projections o
 computation and never reads them; they are no parameters here, and written as 0. Layers for
 multi-token prediction (model.mtp) are left out with a warning, as in transformers.
 
-It is longer than most: latent attention of the core has no scales, and no layer has two halves
+Longer than 120 lines: latent attention of the core has no scales, and no layer has two halves
 of attention.
 """
 

@@ -6,7 +6,7 @@ Layers with a window have twice the heads of keys and values of the others, and 
 their own. Of the published names of fields those are read that transformers reads, and the
 patterns and bases that it takes for granted.
 
-It is longer than most: attention of the core has values as wide as keys, and reads one RoPE for all
+Longer than 120 lines: attention of the core has values as wide as keys, and reads one RoPE for all
 layers of a config.
 """
 

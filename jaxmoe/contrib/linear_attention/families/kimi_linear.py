@@ -5,6 +5,8 @@
 Layers are named by layer_types, or numbered from 1 in linear_attn_config. Names of fields and
 tensors are those of version 5 of transformers, in memory and on disk, or of the published files.
 Source: arXiv 2510.26692.
+
+Longer than 120 lines: no layer lacks an option; fields have three spellings, and tensors two.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _DEFAULTS: Final = {
     "linear_conv_kernel_dim": 4,
 }
 """Values of absent fields in transformers."""
-_NAMES: Final = {
+USUAL_NAMES: Final = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_expert_group": "n_group",
     "moe_renormalize": "norm_topk_prob",
@@ -131,7 +133,7 @@ class KimiLinearFamily(Family):
 
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config."""
-        values = {_NAMES.get(name, name): value for name, value in config.items()}
+        values = {USUAL_NAMES.get(name, name): value for name, value in config.items()}
         published = config.get("linear_attn_config") or {}
         values |= {ours: published[name] for name, ours in _PUBLISHED.items() if name in published}
         fields = Fields({**_DEFAULTS, **values})

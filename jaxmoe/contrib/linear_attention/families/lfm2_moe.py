@@ -5,6 +5,9 @@
 Convolutions have as many channels as the stream. Experts are chosen with a bias, or without one.
 Gates are divided by their sum; transformers adds 1e-6 to it, which is below the rounding of float32
 for a sum of about 1.
+
+Longer than 120 lines: no layer lacks an option; all tensors and most fields have names of their
+own.
 """
 
 from __future__ import annotations

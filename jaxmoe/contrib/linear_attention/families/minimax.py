@@ -4,6 +4,9 @@
 
 A half adds its output to the norm of the stream, each with a factor. Decays fall with the number of
 the layer, and transformers stores them beside the parameters. The chunk is block_size.
+
+Longer than 120 lines: lightning attention has no option that stores its decays, which are computed
+here for the files.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ Gains of norms are 1 + w, the gain after the delta rule excepted. RoPE turns a q
 The tensors of projections have one head after another: queries and gates of attention, and all that
 belongs to one head of keys in a delta layer. Layers for multi-token prediction are left out.
 Sources: arXiv 2505.09388 (experts), 2412.06464 (delta rule), 2505.06708 (gates).
+
+Longer than 120 lines: the delta rule has a matrix for each projection, and no option for tensors in
+which those of one head follow one another.
 """
 
 from __future__ import annotations

@@ -162,6 +162,20 @@ def test_published_fields_of_kimi_linear_are_read():
     assert variant("kimi_linear", linear_attn_config=layers, **linear, **names) == expected
 
 
+def test_published_fields_of_ling_are_read():
+    """Ling 3.0 as it is published, and Ling 2.5, which has the same model_type."""
+    expected = variant("bailing_hybrid")
+    fields = {"no_kda_lora": True, "linear_silu": True, "use_qk_norm": True, "group_norm_size": 1}
+    fields |= {"gated_attention_proj_granularity_type": "head_wise", "score_function": "sigmoid"}
+    fields |= {"rope_parameters": ..., "rope_theta": 40.0, "partial_rotary_factor": 0.5}
+    fields |= {"num_kv_heads": ..., "moe_shared_expert_intermediate_size": 10, "n_group": 3}
+    assert variant("bailing_hybrid", **fields) == expected
+    older = {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV2_5ForCausalLM"]}
+    assert variant("bailing_moe_v2_5", **older) == variant("bailing_moe_v2_5")
+    assert variant("bailing_moe_v2_5").attention.name == "latent"
+    assert variant("bailing_hybrid").attention.name == "gated_latent"
+
+
 def test_dense_layers_are_read():
     four = {"num_hidden_layers": 4, "mlp_only_layers": None}
     assert variant("qwen3_moe", **four, decoder_sparse_step=2).dense_layers == (0, 2)
@@ -530,6 +544,21 @@ REFUSED = [
     ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False is not supported, only True"),
     ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+    ("bailing_moe", {"score_function": "softmax"}, "score_function='softmax' is not supported"),
+    ("bailing_moe", {"n_group": ...}, "the config has no n_group"),
+    ("bailing_moe", {"norm_head": True}, "norm_head=True is not supported, only False"),
+    ("bailing_moe_v2_5", {"linear_silu": True}, "linear_silu=True is not supported, only False"),
+    (
+        "bailing_moe_v2_5",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}},
+        "config.rope_scaling is not supported, only null: lightning",
+    ),
+    ("bailing_moe_v2_5", {"qk_rope_head_dim": 6}, "partial_rotary_factor=0.5 is not supported"),
+    ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora=False is not supported, only True"),
+    ("bailing_hybrid", {"use_mla_nope": True}, "use_mla_nope=True is not supported, only False"),
+    ("bailing_hybrid", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+    ("jetmoe", {"num_attention_heads": 4}, "num_attention_heads=4 is not supported, only 6"),
+    ("jetmoe", {"activation_function": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
     (
         "minimax",
         {"full_attn_alpha_factor": 2.0},

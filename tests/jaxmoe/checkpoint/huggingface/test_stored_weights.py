@@ -69,7 +69,7 @@ def test_mxfp4_equals_a_loop():
 @pytest.mark.parametrize(
     ("fields", "tensors", "text"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, {}, "quant_method='awq' is not read"),
+        ({"quantization_config": {"quant_method": "hqq"}}, {}, "quant_method='hqq' is not read"),
         ({"quantization_config": "fp8"}, {}, "quant_method=None is not read"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 3]}},

@@ -90,6 +90,13 @@ def kimi_delta(config, params, x, segments):
     return delta(config, params, x, segments, jnp.exp(-rates), jax.nn.sigmoid(z))
 
 
+def bounded_delta(config, params, x, segments):
+    z, steps = (jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in ("z", "decay"))
+    steps = jnp.exp(params["a_log"])[:, None] * (steps + params["dt_bias"])
+    decay = jnp.exp(config.decay_floor * jax.nn.sigmoid(steps))
+    return delta(config, params, x, segments, decay, jax.nn.sigmoid(z))
+
+
 def delta(config, params, x, segments, decay, gate):
     """Return the layer of a delta rule.
 
@@ -136,9 +143,39 @@ def lightning(config, params, x, segments):
     return jnp.einsum("bsnh,nhd->bsd", y, params["o"])
 
 
+def rotary_lightning(config, params, x, segments):
+    projected = {name: jnp.einsum("bsd,dnh->bsnh", x, params[name]) for name in "qkvz"}
+    # Of 6 heads the first 4 have the slopes of 4, the others every second one of 8.
+    decay = jnp.exp(-jnp.array([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]))
+    rates = config.rope_theta ** (-jnp.arange(0.0, 1.0, 2.0 / config.rotary_dim))
+
+    def turned(head, place):
+        half = config.rotary_dim // 2
+        first, second, rest = head[:, :half], head[:, half : 2 * half], head[:, 2 * half :]
+        cos, sin = jnp.cos(place * rates), jnp.sin(place * rates)
+        pair = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate([*pair, rest], axis=-1)
+
+    def step(states, row, places):
+        at = (row, places[-1])
+        q, k = (turned(normed(projected[x][at], params[f"{x}_norm"]), at[1]) for x in "qk")
+        written = jnp.einsum("nk,nv->nkv", k, projected["v"][at])
+        states = decay[:, None, None] * states + written
+        y = jnp.einsum("nkv,nk->nv", states, q) / jnp.sqrt(config.head_dim)
+        groups = y.reshape(config.norm_groups, -1)
+        groups = groups / jnp.sqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + 1e-6)
+        y = groups.reshape(y.shape) * params["norm"]
+        return states, y * jax.nn.sigmoid(projected["z"][at])
+
+    y = by_position(segments, step, jnp.zeros((6, config.head_dim, config.head_dim)))
+    return jnp.einsum("bsnh,nhd->bsd", y, params["o"])
+
+
 LOOPS = {
     "short_convolution": short_convolution,
     "gated_delta": gated_delta,
     "kimi_delta": kimi_delta,
+    "bounded_delta": bounded_delta,
     "lightning": lightning,
+    "rotary_lightning": rotary_lightning,
 }

@@ -13,6 +13,7 @@ import pytest
 from jaxmoe.contrib.linear_attention.gated_delta import GatedDeltaConfig
 from jaxmoe.contrib.linear_attention.kimi_delta import KimiDeltaConfig
 from jaxmoe.contrib.linear_attention.lightning import LightningConfig
+from jaxmoe.contrib.linear_attention.rotary_lightning import RotaryLightningConfig
 from jaxmoe.contrib.linear_attention.short_convolution import ShortConvolutionConfig
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import LayerContext, RecurrentMixer
@@ -27,7 +28,19 @@ MIXERS: Mapping[str, RecurrentMixer] = {
     "kimi_delta": KimiDeltaConfig(
         num_heads=4, num_key_heads=2, head_dim=5, key_dim=7, gate_rank=3, chunk=8
     ),
+    "bounded_delta": KimiDeltaConfig(
+        num_heads=4,
+        num_key_heads=2,
+        head_dim=5,
+        key_dim=7,
+        gate_rank=None,
+        decay_floor=-3.0,
+        chunk=8,
+    ),
     "lightning": LightningConfig(num_heads=3, head_dim=5, chunk=8),
+    "rotary_lightning": RotaryLightningConfig(
+        num_heads=6, head_dim=5, rotary_dim=4, rope_theta=40.0, norm_groups=2, chunk=8
+    ),
 }
 CONTEXT = LayerContext(embed_dim=WIDTH, norm_epsilon=1e-5)
 every_mixer = pytest.mark.parametrize("name", MIXERS)

@@ -82,8 +82,9 @@ def test_steps_of_any_length_equal_the_whole(name):
     expected = mixer(name)(x, jnp.ones((BATCH, LENGTH), jnp.int32))
 
     @jax.jit
-    def step(x, mask, entries):
-        tokens = TokenInputs(token_mask=mask, positions=jnp.zeros(mask.shape, jnp.int32))
+    def step(x, mask, entries, first):
+        positions = jnp.broadcast_to(first + jnp.arange(mask.shape[1]), mask.shape)
+        tokens = TokenInputs(token_mask=mask, positions=positions)
         cache = LayerCache(entries=entries, layer=jnp.int32(1))
         y, outputs = module_of(config).apply(variables, x, tokens, cache)
         return y, outputs.cache
@@ -93,14 +94,14 @@ def test_steps_of_any_length_equal_the_whole(name):
     pieces = []
     for count in (7, 1, 1):
         mask = jnp.ones((BATCH, count), bool)
-        y, entries = step(x[:, start : start + count], mask, entries)
+        y, entries = step(x[:, start : start + count], mask, entries, start)
         pieces.append(y)
         start += count
     assert_close(jnp.concatenate(pieces, axis=1), expected[:, :start], "end_to_end")
     padded = jnp.where(jnp.arange(8)[None, :, None] < 5, x[:, start : start + 8], 100.0)
-    y, entries = step(padded, jnp.broadcast_to(jnp.arange(8) < 5, (BATCH, 8)), entries)
+    y, entries = step(padded, jnp.broadcast_to(jnp.arange(8) < 5, (BATCH, 8)), entries, start)
     assert_close(y[:, :5], expected[:, start : start + 5], "end_to_end")
-    y, entries = step(x[:, start + 5 : start + 6], jnp.ones((BATCH, 1), bool), entries)
+    y, entries = step(x[:, start + 5 : start + 6], jnp.ones((BATCH, 1), bool), entries, start + 5)
     assert_close(y, expected[:, start + 5 : start + 6], "end_to_end")
     assert all(not part[0].any() for part in entries), "the other layer's part stays"
 
@@ -125,7 +126,7 @@ def test_plans_count_projections_as_the_parameters_have_them(name):
 
 @every_mixer
 def test_products_in_few_bits_are_refused(name):
-    text = f"execution.precision.weights=w8a16 is not for {name} layers"
+    text = f"execution.precision.weights=w8a16 is not for {MIXERS[name].name} layers"
     with pytest.raises(ValueError, match=text):
         MIXERS[name].check_precision(PrecisionPolicy(weights="w8a16"))
 
@@ -141,6 +142,9 @@ def test_products_in_few_bits_are_refused(name):
         ),
         ("lightning", "decay_layers", 0, "lightning.decay_layers=0 must be above 0"),
         ("kimi_delta", "gate_rank", 0, "kimi_delta.gate_rank=0 must be above 0"),
+        ("kimi_delta", "decay_floor", 0.0, "kimi_delta.decay_floor=0.0 must be below 0, or None"),
+        ("rotary_lightning", "norm_groups", 3, "norm_groups=3 must divide lightning.num_heads=4"),
+        ("rotary_lightning", "rotary_dim", 3, "rotary_dim=3 must be an even number from 2 to"),
         ("gated_delta", "key_dim", 0, "gated_delta.key_dim=0 must be above 0"),
         ("gated_delta", "num_key_heads", 3, "num_heads=8 must be a multiple of .*num_key_heads=3"),
     ],

@@ -34,8 +34,20 @@ MIXERS = {
     "kimi_delta": choice("mixer", "kimi_delta")(
         num_heads=4, num_key_heads=4, head_dim=6, key_dim=5, gate_rank=3, chunk=4
     ),
+    "bounded_delta": choice("mixer", "kimi_delta")(
+        num_heads=4,
+        num_key_heads=4,
+        head_dim=6,
+        key_dim=5,
+        gate_rank=None,
+        decay_floor=-3.0,
+        chunk=4,
+    ),
     "lightning": choice("mixer", "lightning")(
         num_heads=4, head_dim=6, chunk=4, decay_layers=4, layer_step=2
+    ),
+    "rotary_lightning": choice("mixer", "rotary_lightning")(
+        num_heads=4, head_dim=6, chunk=4, decay_layers=4, layer_step=2, norm_groups=2, rotary_dim=4
     ),
 }
 

@@ -5,6 +5,9 @@
 Layers with a window have RoPE, which turns neighbouring features; the others have no positions,
 except dense layers if `prefix_dense_sliding_window_pattern` is 1. Shared experts are added; with
 `shared_expert_combination_strategy` "average" there must be none.
+
+Longer than 120 lines: no layer lacks an option; there are two kinds of scores and of norms, and
+windows follow from two patterns.
 """
 
 from __future__ import annotations

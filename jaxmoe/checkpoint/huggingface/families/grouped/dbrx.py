@@ -5,6 +5,8 @@
 Most fields have other names than in other families, and stand in `attn_config` and `ffn_config`.
 Queries, keys and values are one tensor; w1, v1 and w2 have the rows of all experts, one behind the
 other. The base of RoPE is that of `attn_config` or of `rope_parameters`, which must be equal.
+
+Longer than 120 lines: no layer lacks an option; all fields and tensors have names of their own.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 RoPE of type "dynamic" with `alpha` is plain RoPE of base theta alpha^(H / (H - 2)), for rows of any
 length: a model keeps that base alone, and is exported with it. `moe_topk` may be a list, one number
 for each layer; they must be equal (technical report of Hunyuan-A13B).
+
+Longer than 120 lines: RoPE of the core has no `alpha`, and no layer has a list of top_k.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
 Those raise their queries with the position (arXiv 2501.19399). Layers with RoPE attend within
 chunks of `attention_chunk_size`, and norm queries and keys without gains (`use_qk_norm`). Of the
 published models, which are of text and images, the text model is read.
+
+Longer than 120 lines: layers have no option for a pattern of positions, chunks and norms, so that
+all are listed here.
 """
 
 from __future__ import annotations

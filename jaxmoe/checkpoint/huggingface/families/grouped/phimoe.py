@@ -5,6 +5,9 @@
 RoPE of type "longrope" multiplies cosines and sines by short_mscale in rows that take the short
 divisors, by long_mscale in others. There transformers 5.23 keeps the short divisors, which the
 published model does not. The head has a bias with lm_head_bias.
+
+Longer than 120 lines: RoPE of other families has one factor for rows of any length, and the two of
+this one are translated here.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 
 Positions are by RoPE or none; experts may be absent. There are multipliers of embedding, residual,
 attention and logits. The chunk of Mamba-2 is mamba_chunk_size.
+
+Longer than 120 lines: no layer lacks an option; a config gives sizes of mixers and experts that the
+model may not have.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 
 Attention is in every attn_layer_period-th layer, experts in every expert_layer_period-th, weighted
 by a softmax over all experts. The chunk of Mamba is ours.
+
+Longer than 120 lines: layers have no option for periods and offsets, which are found in lists of
+layers here.
 """
 
 from __future__ import annotations
