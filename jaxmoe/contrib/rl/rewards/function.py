@@ -5,15 +5,18 @@
 def reward(question, text):             # in rules.py of the working directory
     return 1.0 if question.answer in text else 0.0
 
-python -m experiments.rl ... reward:python --rl.reward.function rules:reward
+jaxmoe rl ... reward:python --rl.reward.function rules:reward
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, RewardError, RewardTask
@@ -56,7 +59,8 @@ class PythonConfig(RewardBase):
         """Return the function."""
         module, _, attribute = self.function.partition(":")
         try:
-            value: Any = importlib.import_module(module)
+            with _working_directory():
+                value: Any = importlib.import_module(module)
         except ImportError as error:
             raise ValueError(
                 f"rl.reward.function={self.function}: {module} cannot be imported: {error}; run the"
@@ -69,6 +73,21 @@ class PythonConfig(RewardBase):
                 f"rl.reward.function={self.function}: {module} has no function {attribute}"
             )
         return value
+
+
+@contextlib.contextmanager
+def _working_directory() -> Iterator[None]:
+    """Let modules of the working directory be imported within, after those of everywhere else.
+
+    `python` looks there by itself, a command such as `jaxmoe` does not.
+    """
+    before = [*sys.path]
+    sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 class _Python(RewardTask):

@@ -5,6 +5,7 @@
 import ast
 import json
 import operator
+import sys
 from fractions import Fraction
 
 import pytest
@@ -252,6 +253,21 @@ def test_settings_that_give_no_task_are_refused_in_words(make, message, place, m
     (place / "plus.jsonl").write_text('{"prompt": "a", "answer": "+"}\n')
     with pytest.raises(ValueError, match=message):
         make(place)
+
+
+def test_a_function_of_the_working_directory_is_found(tmp_path, monkeypatch):
+    """By commands that Python does not start in it, and after modules of everywhere else."""
+    (tmp_path / "q.jsonl").write_text(json.dumps(RECORDS[0]))
+    for name in ("rewards_here", "json"):
+        (tmp_path / f"{name}.py").write_text("def dumps(question, text):\n    return 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    before = [path for path in sys.path if path]
+    monkeypatch.setattr(sys, "path", before)
+    question = Question("a", "b")
+    assert _python(tmp_path, "rewards_here:dumps").score(question, "x") == 0.25
+    with pytest.raises(TypeError, match=r"dumps\(\) takes 1 positional"):
+        _python(tmp_path, "json:dumps").score(question, "x")  # of Python's own json
+    assert sys.path == before
 
 
 def _python(place, function):
