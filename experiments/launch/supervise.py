@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Starts the processes of a run on this host, and restarts them when one is lost.
 
-    python -m experiments.launch --supervise --processes 4 \
-        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
+    jaxmoe launch --supervise --processes 4 \
+        --command "jaxmoe pretrain --run.directory runs/pretrain/four"
 
 When one process of a run is killed, raises or hangs, the others wait for it in a collective. The
 supervisor notices the end (or that all are silent), prints which process ended and why, ends the
@@ -28,12 +28,12 @@ With `--elastic shrink` a process that is lost twice in a row is left out: the r
 largest mesh.data that fits them and the batch, from the memory of the hosts, and after
 `--elastic.retry` seconds the run is saved and all are tried again.
 
-On several hosts, use the restarts of the cluster (`experiments.launch cluster:jobset`), or start a
+On several hosts, use the restarts of the cluster (`jaxmoe launch cluster:jobset`), or start a
 supervisor on each with the same `--coordinator node0:8476` and `--num_processes`, and its own
 `--first_process`: a lost process ends the others, and each host restarts its own.
 
 `--exclude 3` leaves a process out whose device or link is slow (`--link_measurements.every`, or
-`python -m experiments.doctor --links`). Give the numbers of the whole job; when process 0 is left
+`jaxmoe doctor --links`). Give the numbers of the whole job; when process 0 is left
 out on another host, `--coordinator` must name the host of the first one that is started.
 """
 
@@ -91,7 +91,7 @@ class StartResult:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code of the run."""
-    prog = "python -m experiments.launch --supervise"
+    prog = "jaxmoe launch --supervise"
     configure_logging()
     with flags.exit_on_bad_configuration():
         config = flags.parse_flags(SuperviseConfig(), argv, prog, __doc__ or "")
@@ -193,7 +193,9 @@ class _SupervisedStart:
         self._is_shown = is_shown
         self._began = self._heard = time.monotonic()
         self._readers: list[threading.Thread] = []
-        environment = {**os.environ, **environment}
+        # `jaxmoe` is found beside this Python, in an environment that is not active, too.
+        places = (os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable))
+        environment = {**os.environ, **environment, "PATH": os.pathsep.join(places)}
         total = config.num_started - len(config.here) + len(memory)
         if total > 1:
             environment |= {

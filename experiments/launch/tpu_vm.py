@@ -96,7 +96,9 @@ class TpuVmConfig:
         name = job.name
         where = shlex.join(place)
         # JAX reads the addresses of the processes from the metadata of the VM, given their number.
-        start = f"JAX_NUM_PROCESSES={self.num_hosts} {job.shell_line}"
+        # Where pip puts the commands of a user who cannot write into the system.
+        path = 'PATH="$PATH:$HOME/.local/bin"'
+        start = f"{path} JAX_NUM_PROCESSES={self.num_hosts} {job.shell_line}"
         remote = " && ".join([f"cd {name}", *_python_check(job.words[0]), start])
         setup = [self.setup] if self.setup else []
         unpack = f"mkdir -p {name} && tar -xzf {name}.tgz -C {name} && rm {name}.tgz && cd {name}"
