@@ -6,9 +6,9 @@
     pallas_kernels  jaxmoe/kernels        imported as jaxmoe.kernels
     experiments     jaxmoe/experiments    imported as jaxmoe.experiments, run as `jaxmoe NAME`
 
-Imports, addresses of modules in strings, and `python -m experiments.NAME` in messages get these
-names, so that nothing depends on which folder named `sharding` or `experiments` Python finds
-first. The names of the checkout are installed, too: packages of one file that stand for the others.
+Imports, and addresses of modules in strings, get these names, so that nothing depends on which
+folder named `sharding` or `experiments` Python finds first. The names of the checkout are
+installed, too: packages of one file that stand for the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ FOLDERS = {"sharding": "sharding", "pallas_kernels": "kernels", "experiments": "
 
 _NAMES = "|".join(FOLDERS)
 _IMPORT = re.compile(rf"^(\s*(?:from|import) )({_NAMES})\b", re.MULTILINE)
-_COMMAND = re.compile(r"python -m experiments\.(?=[a-z{])")
 _ADDRESS = re.compile(rf"(?<![\w./])({_NAMES})\.(?=[a-z_{{])")
 _STAND_IN = '''\
 # Copyright 2026 The jaxmoe authors
@@ -93,7 +92,6 @@ def _renamed_text(token: tokenize.TokenInfo, before: tokenize.TokenInfo | None) 
     text = token.string
     if kind not in ("STRING", "FSTRING_MIDDLE"):
         return text
-    text = _COMMAND.sub("jaxmoe ", text)
     prefix = re.match(r"[A-Za-z]*", text)[0].lower() if kind == "STRING" else ""
     if kind == "STRING" and "f" not in prefix:
         return _ADDRESS.sub(lambda match: _package(match[1]) + ".", text)

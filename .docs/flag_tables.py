@@ -136,7 +136,7 @@ def _config_class(where: str) -> type:
 
 
 def _head(command: str) -> list[str]:
-    return [f"# `{command}`", "", f"`python -m experiments.{command}`", ""]
+    return [f"# `{command}`", "", f"`jaxmoe {command}`", ""]
 
 
 def _links(shared: Mapping[str, list[str]]) -> Iterator[str]:

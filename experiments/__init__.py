@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The commands, `python -m experiments.<name>`, and their recipes."""
+"""The commands, `jaxmoe NAME`, and their recipes."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a command of `experiments` by its name, or lists them all.
 
-`jaxmoe pretrain tiny` is `python -m experiments.pretrain tiny`.
+`jaxmoe pretrain tiny` is `python -m experiments.pretrain tiny` in a checkout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from experiments.cli.exit_codes import ExitCode
 
-_USAGE = "usage: jaxmoe COMMAND [argument ...], or python -m experiments.COMMAND [argument ...]"
+_USAGE = "usage: jaxmoe COMMAND [argument ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

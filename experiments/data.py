@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the data of a run before training: documents, lengths, rows and their borders.
 
-    python -m experiments.data inspect [recipe] --data.path docs/ [--training.sequence_length 512]
+    jaxmoe data inspect [recipe] --data.path docs/ [--training.sequence_length 512]
 
-Takes the recipe and the flags of `experiments.pretrain`, and reads, tokenises and packs in the same
+Takes the recipe and the flags of `jaxmoe pretrain`, and reads, tokenises and packs in the same
 way, with the same cache. Of conversations (data:chat) it shows some with the text that is trained
 in green, or in [[ ]] where the output is no terminal. Compiles nothing. Writes summary.json to
 runs/data/<name>.
@@ -44,12 +44,12 @@ _SPLITS: tuple[Split, Split] = ("train", "validation")
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     arguments = list(argv)
-    prog = "python -m experiments.data inspect"
+    prog = "jaxmoe data inspect"
     if arguments[:1] in (["-h"], ["--help"]):
         arguments.insert(0, "inspect")
     if arguments[:1] != ["inspect"]:
         argument = repr(arguments[0]) if arguments else "nothing"
-        cli.fail(f"experiments.data has one command, inspect, and was given {argument}: {prog}")
+        cli.fail(f"jaxmoe data has one command, inspect, and was given {argument}: {prog}")
     recipe, config = cli.parse(RECIPES, DEFAULT, arguments[1:], prog, __doc__ or "")
     name = config.run.name or recipe
     directory = RunDirectory(config.run.directory or f"runs/data/{name}")

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows what every layer of a trained run contributes, and which layers do almost nothing.
 
-    python -m experiments.depth runs/pretrain/tiny
-    python -m experiments.depth runs/pretrain/deep --against runs/pretrain/tiny
-    python -m experiments.depth runs/pretrain/tiny --sweeps 4
+    jaxmoe depth runs/pretrain/tiny
+    jaxmoe depth runs/pretrain/deep --against runs/pretrain/tiny
+    jaxmoe depth runs/pretrain/tiny --sweeps 4
 
 For held-out tokens, layer by layer:
 
@@ -78,7 +78,7 @@ class DepthConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.depth"
+    prog = "jaxmoe depth"
     config = flags.parse_flags(DepthConfig(), with_model(argv), prog, with_about(__doc__))
     announce(f"measuring the layers of {config.run.directory}: reading the checkpoint ...")
     with flags.exit_on_bad_configuration():

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the parameter table, sizes, FLOPs and memory of a recipe or model, without a device.
 
-    python -m experiments.describe [recipe] [--dotted.field value ...]
-    python -m experiments.describe --run.directory RUN
-    python -m experiments.describe --run.directory OLMoE-1B-7B-0924 [--execution.mesh.data 8 ...]
+    jaxmoe describe [recipe] [--dotted.field value ...]
+    jaxmoe describe --run.directory RUN
+    jaxmoe describe --run.directory OLMoE-1B-7B-0924 [--execution.mesh.data 8 ...]
 
 `--run.directory` describes a run (unless other flags describe a new one), or the model of a Hugging
 Face directory, or of its name on the hub, with the other flags.
@@ -49,7 +49,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.describe"
+    prog = "jaxmoe describe"
     description = __doc__ or ""
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, description)
     with cli.exit_on_bad_configuration():

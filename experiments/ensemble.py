@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates runs on parts of the data as an ensemble, routed by the partition of the data.
 
-    python -m experiments.pretrain languages --data.partition.part 1/2 --run.name part1
-    python -m experiments.pretrain languages --data.partition.part 2/2 --run.name part2
-    python -m experiments.ensemble --runs runs/pretrain/part1 runs/pretrain/part2
+    jaxmoe pretrain languages --data.partition.part 1/2 --run.name part1
+    jaxmoe pretrain languages --data.partition.part 2/2 --run.name part2
+    jaxmoe ensemble --runs runs/pretrain/part1 runs/pretrain/part2
 
 Each run was trained alone, on documents of its part. Every token is predicted by the members whose
 parts the text before it is closest to:
@@ -14,7 +14,7 @@ parts the text before it is closest to:
 with e the hashed 1- and 2-grams of the text so far and c_k the centroids. T is chosen on the last
 quarter of the held-out batches, which is not scored, unless it is given. Members, their mean and
 the routed mixture are compared on the same held-out tokens. A run on all of the data is compared by
-`experiments.evaluate --batches`, with as many batches as the table names.
+`jaxmoe evaluate --batches`, with as many batches as the table names.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EnsembleConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.ensemble"
+    prog = "jaxmoe ensemble"
     config = flags.parse_flags(EnsembleConfig(), argv, prog, __doc__ or "")
     with flags.exit_on_bad_configuration():
         start_process()

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the held-out loss of a run, bitwise the number that training logged.
 
-    python -m experiments.evaluate runs/pretrain/tiny [--routing detailed]
+    jaxmoe evaluate runs/pretrain/tiny [--routing detailed]
 
-    python -m experiments.evaluate OLMoE-1B-7B-0924 --data.path 'docs/**/*.md'
+    jaxmoe evaluate OLMoE-1B-7B-0924 --data.path 'docs/**/*.md'
 
 `--data.path` evaluates on other text than the run's own, in its tokens; a Hugging Face model has
 no data of its own. `--cache int4` rounds keys and values like a 4-bit cache; the loss is then that
@@ -23,6 +23,7 @@ from typing import Any, Literal
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.following import after_evaluation, say_next
 from experiments.cli.model import with_about, with_model
 from experiments.cli.output import announce
 from experiments.cli.process import start_process
@@ -107,7 +108,7 @@ def part_of_cache(reading: CacheReading, pages: int | None) -> CacheReading:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.evaluate"
+    prog = "jaxmoe evaluate"
     config = flags.parse_flags(EvaluateConfig(), with_model(argv), prog, with_about(__doc__))
     details = decoded = None
     reading = part_of_cache(config.reading, config.cache_pages)
@@ -142,6 +143,7 @@ def main(argv: Sequence[str]) -> int:
         print(decoded)
     if details is not None:
         print(format_router_details(details))
+    say_next(after_evaluation(run.config, config.run.directory))
     return int(ExitCode.DONE)
 
 

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a trained run or a Hugging Face model: an adapter, or some of its own parameters.
 
-    python -m experiments.finetune MODEL --data.path chats.jsonl
-    python -m experiments.finetune MODEL data:files --data.path 'docs/**/*.md'
-    python -m experiments.finetune MODEL adapter:lora --adapter.rank 8 \\
+    jaxmoe finetune MODEL --data.path chats.jsonl
+    jaxmoe finetune MODEL data:files --data.path 'docs/**/*.md'
+    jaxmoe finetune MODEL adapter:lora --adapter.rank 8 \\
         --adapter.targets.roles attention_in attention_out expert_in expert_out
-    python -m experiments.finetune MODEL adapter:select
-    python -m experiments.finetune MODEL adapter:lift --adapter.refresh_every 50
-    python -m experiments.finetune TUNED --adapter.trains logits
+    jaxmoe finetune MODEL adapter:select
+    jaxmoe finetune MODEL adapter:lift --adapter.refresh_every 50
+    jaxmoe finetune TUNED --adapter.trains logits
 
 MODEL gives model, tokenizer, data and precision; flags change them.
 `adapter:` is short for `model.adapter:`. `select` trains all but the routers unless told otherwise.
@@ -50,6 +50,7 @@ from jaxmoe.checkpoint.huggingface.hub import model_directory
 from jaxmoe.data import DataError
 from jaxmoe.data.chat import holds_conversations
 from jaxmoe.execution import ExecutionConfig
+from jaxmoe.messages import command_line
 from jaxmoe.optim import OPTIMIZERS, AdamWConfig, LinearConfig
 from jaxmoe.run.config import CheckpointConfig, InitialConfig, PretrainConfig, RunConfig
 from jaxmoe.run.plan import trained_groups
@@ -92,7 +93,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog = "python -m experiments.finetune"
+    prog = "jaxmoe finetune"
     description = with_about(__doc__, INITIAL)
     arguments = with_model([long_word(word) for word in argv], INITIAL)
     with flags.exit_on_bad_configuration():
@@ -126,8 +127,8 @@ def finetune_config(initial: str | None) -> PretrainConfig:
     if adapter is not None and not adapter.can_go_on:
         raise ValueError(
             f"checkpoint.initial.path={initial} holds an adapter ({adapter.name}) of"
-            f" {saved.checkpoint.initial_path}: fold it first, python -m experiments.checkpoint"
-            f" convert {initial} --fold True"
+            f" {saved.checkpoint.initial_path}: fold it first,"
+            f" {command_line('checkpoint', 'convert', initial, '--fold', 'True')}"
         )
     training = dataclasses.replace(
         saved.training,

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates text from a run, or from a Hugging Face model.
 
-    python -m experiments.generate runs/pretrain/tiny --prompt "def main("
-    python -m experiments.generate MODEL --prompt "def f(" "class A" --top_p 0.9
-    python -m experiments.generate MODEL --prompts questions.jsonl --to answers.jsonl
-    python -m experiments.generate allenai/OLMoE-1B-7B-0924 --prompt "Once"
-    python -m experiments.generate runs/finetune/tasks --task code
-    python -m experiments.generate runs/finetune/chats-lora --chat True
+    jaxmoe generate runs/pretrain/tiny --prompt "def main("
+    jaxmoe generate MODEL --prompt "def f(" "class A" --top_p 0.9
+    jaxmoe generate MODEL --prompts questions.jsonl --to answers.jsonl
+    jaxmoe generate allenai/OLMoE-1B-7B-0924 --prompt "Once"
+    jaxmoe generate runs/finetune/tasks --task code
+    jaxmoe generate runs/finetune/chats-lora --chat True
 
 A single text appears while it is generated. `--top_k`, `--top_p` and `--min_p` leave out unlikely
 tokens, `--stop` names strings that end a text. Lengths are rounded up, so that other prompts of
@@ -17,7 +17,7 @@ about the same length compile nothing.
 `/reset` begins another. Turns are written by the template of the training (data:chat), by that of
 the tokenizer, or by `--template`.
 
-Works for quantised runs too (experiments.checkpoint convert); `--cache int4` keeps keys and values
+Works for quantised runs too (jaxmoe checkpoint convert); `--cache int4` keeps keys and values
 in 4 bits. `--cache_pages 16` lets each token read 16 pages of them, chosen for it, beside the first
 and the latest; `--reading.size`, `--reading.score` and others set how. `--layers window:4` keeps
 four layers on the device, reads the others from host memory while it computes, and prints what was
@@ -150,7 +150,7 @@ class GenerateConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.generate"
+    prog = "jaxmoe generate"
     config = flags.parse_flags(GenerateConfig(), with_model(argv), prog, with_about(__doc__))
     announce(f"generating with {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds which layers of a trained run each sequence needs, and trains a router of such paths.
 
-    python -m experiments.layer_paths runs/pretrain/tiny
-    python -m experiments.layer_paths RUN --batches 4 --search.price 0.5
+    jaxmoe layer_paths runs/pretrain/tiny
+    jaxmoe layer_paths RUN --batches 4 --search.price 0.5
 
 For each held-out sequence a tree search skips layers, runs them, or runs them twice (Dr.LLM, arXiv
 2510.12773). A path that is found is never worse on its sequence than all layers, because it is
@@ -77,7 +77,7 @@ class LayerPathsConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.layer_paths"
+    prog = "jaxmoe layer_paths"
     config = flags.parse_flags(LayerPathsConfig(), with_model(argv), prog, with_about(__doc__))
     announce(f"searching paths through {config.run.directory}: reading the checkpoint ...")
     with flags.exit_on_bad_configuration():

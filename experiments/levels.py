@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares attention by level with static context parallelism, by the cost model of a chip.
 
-    python -m experiments.levels qwen3_30b_a3b --topology gpu:h100:16 --execution.mesh.seq 16
+    jaxmoe levels qwen3_30b_a3b --topology gpu:h100:16 --execution.mesh.seq 16
 
 Lengths of documents are drawn from a log-normal distribution, cut at --training.sequence_length and
 packed by best fit into the rows of each step. Static context parallelism attends to every row in
@@ -94,9 +94,7 @@ RECIPES = {name: _study(make) for name, make in PRETRAIN_RECIPES.items()}
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     started = time.perf_counter()
-    recipe, config = cli.parse(
-        RECIPES, DEFAULT, argv, "python -m experiments.levels", __doc__ or ""
-    )
+    recipe, config = cli.parse(RECIPES, DEFAULT, argv, "jaxmoe levels", __doc__ or "")
     directory = RunDirectory(config.run.directory or f"runs/levels/{config.run.name or recipe}")
     with cli.exit_on_bad_configuration():
         directory.check_free_of_runs()

@@ -2,21 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Places the experts of a trained run on devices, from a trace of its routing.
 
-    python -m experiments.place --run.directory runs/pretrain/tiny --devices 4
-    python -m experiments.place --trace runs/routers/short/traces/mixtral.npz --devices 4
-    python -m experiments.place --run.directory runs/pretrain/tiny --devices 4 \
+    jaxmoe place --run.directory runs/pretrain/tiny --devices 4
+    jaxmoe place --trace runs/routers/short/traces/mixtral.npz --devices 4
+    jaxmoe place --run.directory runs/pretrain/tiny --devices 4 \
         --into runs/pretrain/placed --tables runs/pretrain/tables.npz placer:expert_grouping
 
 The first two print measures of each placement, fitted on the first half of the trace and measured
 on the second. The third writes a copy of the run with its experts, router and optimiser state in
-the order of the chosen placement; `python -m experiments.pretrain` with the run's recipe and flags
+the order of the chosen placement; `jaxmoe pretrain` with the run's recipe and flags
 continues it there. On a mesh with that many devices on the axis `expert`, each device holds the
 experts that the placement gives it; the model computes the same function. `--tables` writes the
 tables by which a step predicts the device of each token's experts, those of the placed run with
 `--into`, else of the run as it is. A run that starts there moves each token to that device first
 (`jaxmoe/contrib/token_routes/token_shuffle.py`), on as many devices; here on 4:
 
-    python -m experiments.pretrain tiny --run.directory runs/pretrain/moved \
+    jaxmoe pretrain tiny --run.directory runs/pretrain/moved \
         --checkpoint.initial.path runs/pretrain/placed \
         --execution.mesh.data 1 --execution.mesh.expert 4 execution.dispatcher:all_to_all \
         --execution.dispatcher.token_tables runs/pretrain/tables.npz
@@ -92,7 +92,7 @@ class PlaceConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.place"
+    prog = "jaxmoe place"
     config = cli.parse_flags(PlaceConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
         start_process()

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a model, or resumes an interrupted run.
 
-    python -m experiments.pretrain [recipe] [--dotted.field value ...]
-    python -m experiments.pretrain resume RUN [--training.steps 900 ...]
-    python -m experiments.pretrain branch RUN --run.name NAME [--checkpoint.initial.step 300 ...]
+    jaxmoe pretrain [recipe] [--dotted.field value ...]
+    jaxmoe pretrain resume RUN [--training.steps 900 ...]
+    jaxmoe pretrain branch RUN --run.name NAME [--checkpoint.initial.step 300 ...]
 
 The same command resumes, and so does `resume RUN`. With flags `resume` extends the run: more steps,
 another schedule, learning rate or evaluation, with the optimiser's state. `branch` does so in a new
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog = "python -m experiments.pretrain"
+    prog = "jaxmoe pretrain"
     description = __doc__ or ""
     extends: bool | frozenset[str] = False
     if argv and argv[0] in WORDS:

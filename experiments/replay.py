@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays the batch of a refused step, to find the row or the array at fault.
 
-    python -m experiments.replay runs/pretrain/tiny [--step 1234]
+    jaxmoe replay runs/pretrain/tiny [--step 1234]
 
 Computes loss and gradient of the batch that the run dumped when it rolled back
 (bad_data/step1234.npz), with the parameters of the newest checkpoint before that step, or the
@@ -47,7 +47,7 @@ class ReplayConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.replay"
+    prog = "jaxmoe replay"
     config = flags.parse_flags(ReplayConfig(), with_model(argv), prog, with_about(__doc__))
     with flags.exit_on_bad_configuration():
         start_process()

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares runs on one HTML page, or writes the page of one run anew.
 
-    python -m experiments.report runs/pretrain/a runs/pretrain/b [--run.directory DIR]
-    python -m experiments.report runs/pretrain/a
+    jaxmoe report runs/pretrain/a runs/pretrain/b [--run.directory DIR]
+    jaxmoe report runs/pretrain/a
 
 Curves by step, tokens, FLOPs and time; final numbers, and the loss at equal cost; the config fields
 that differ; the load of the experts. Runs that have not ended are compared by their steps so far.
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from experiments.cli import flags
 from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.following import after_report, write_next
 from experiments.cli.model import check_model, default_model
 from experiments.cli.output import write
 from jaxmoe.run.reporting.compare import compare_runs
@@ -43,7 +44,7 @@ class ReportConfig:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     paths, arguments = split_words(argv)
-    prog = "python -m experiments.report RUN [RUN ...]"
+    prog = "jaxmoe report RUN [RUN ...]"
     config = flags.parse_flags(ReportConfig(), arguments, prog, __doc__ or "")
     with flags.exit_on_bad_configuration():
         if not paths and (demo := default_model()) is not None:
@@ -64,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
             page = comparison.report_file
             notes = comparison.notes
     write("\n".join([*notes, f"see {page}"]))
+    losses = {str(run.directory.path): run.summary.get("eval_bits_per_byte") for run in runs}
+    write_next(after_report(losses))
     return int(ExitCode.DONE)
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves a training run to another mesh while it trains.
 
-    python -m experiments.resize --run.directory runs/pretrain/tiny --mesh.data 6
-    python -m experiments.resize --run.directory runs/pretrain/tiny --without 6 7
+    jaxmoe resize --run.directory runs/pretrain/tiny --mesh.data 6
+    jaxmoe resize --run.directory runs/pretrain/tiny --without 6 7
 
 Writes resize.json into the run directory, after checking it, and waits for the run to answer. The
 run compiles the step for the new mesh while it trains on, moves its state from the devices to the
@@ -71,7 +71,7 @@ class ResizeConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.resize"
+    prog = "jaxmoe resize"
     config = flags.parse_flags(ResizeConfig(), argv, prog, __doc__ or "")
     with flags.exit_on_bad_configuration():
         directory = RunDirectory(config.run.directory)

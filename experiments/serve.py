@@ -2,27 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a run or a Hugging Face model over HTTP, as OpenAI's clients speak (extra `serve`).
 
-    python -m experiments.serve runs/pretrain/tiny --port 8000
+    jaxmoe serve runs/pretrain/tiny --port 8000
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main("}'
 
     from openai import OpenAI
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 
-    python -m experiments.serve --engine.instances 2 engine.dispatch:llumnix      # two instances
+    jaxmoe serve --engine.instances 2 engine.dispatch:llumnix      # two instances
 
 Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize,
 /detokenize, /health, /metrics (Prometheus), /reshard, and / (a page to chat with and to watch the
 load). Several instances answer behind one address, and /metrics has the numbers of each.
 
-    python -m experiments.serve --engine.instances 2 engine.scaling:slo --engine.scaling.tpot 0.1
-    python -m experiments.serve engine.scaling:elastic_experts --engine.scaling.tpot 0.1
+    jaxmoe serve --engine.instances 2 engine.scaling:slo --engine.scaling.tpot 0.1
+    jaxmoe serve engine.scaling:elastic_experts --engine.scaling.tpot 0.1
     curl http://127.0.0.1:8000/reshard -d '{"expert": 4}'
 
 let instances join and drain by the rate of requests, spread the experts over twice or half the
 devices, and do that at once; answers go on. `engine.retention:swap_groups` keeps the pages of
 preempted requests in host memory instead of computing them again.
 
-    python -m experiments.serve BASE --adapters sql=RUN1 chat=RUN2
+    jaxmoe serve BASE --adapters sql=RUN1 chat=RUN2
 
 serves a model and LoRA runs of it together: a request names `BASE:sql`, `BASE:chat` or the model.
 
@@ -178,7 +178,7 @@ class ServeConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.serve"
+    prog = "jaxmoe serve"
     arguments = with_model(argv)
     directory = value_of(RUN, arguments) or FinishedRunConfig().directory
     start = ServeConfig(run=FinishedRunConfig(directory=directory))  # as --help shows it

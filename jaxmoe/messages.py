@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ def say(text: str) -> None:
 def write(text: str) -> None:
     """Log a message of one or more lines, without asking JAX for the number of the process."""
     logger.info("%s", text)
+
+
+def command_line(*words: object) -> str:
+    """Return a command as its reader types it, with words quoted for a shell.
+
+    Args:
+        *words: Name of the command and its arguments: "pretrain", "resume" and a path.
+    """
+    return shlex.join(["jaxmoe", *map(str, words)])
 
 
 class Progress:

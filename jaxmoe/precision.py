@@ -139,7 +139,7 @@ class PrecisionPolicy:
 
     weights: WeightFormat = "floating"
     """Format of the matrices of attention, feed-forwards and experts; other than floating only for
-    inference on a run rounded by `experiments.checkpoint convert`."""
+    inference on a run rounded by `jaxmoe checkpoint convert`."""
     mixed: MixedConfig | None = None
     """Blocks of the format w4ax; None for the defaults."""
     cache: CacheFormat = "compute"
@@ -176,8 +176,8 @@ class PrecisionPolicy:
             if (value := getattr(self, field)) != floating:
                 raise ValueError(
                     f"execution.precision.{field}={value!r} is for inference, and training needs"
-                    f" {floating!r}: leave it out, and round a finished run (python -m"
-                    " experiments.checkpoint convert; --cache of experiments.generate)"
+                    f" {floating!r}: leave it out, and round a finished run (jaxmoe"
+                    " checkpoint convert; --cache of jaxmoe generate)"
                 )
 
     @property

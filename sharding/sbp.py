@@ -21,7 +21,7 @@ On the CPU, P to S is an all-reduce and a slice, |T| 2(n-1): XLA forms no reduce
 GPU prints one, and the TPU a fusion of its own (`jaxmoe/planning/hlo/` reads all three).
 
 `changes` breaks a change between two layouts of an array into these rows;
-`python -m experiments.describe` prints them for every parameter of a recipe with a mesh.
+`jaxmoe describe` prints them for every parameter of a recipe with a mesh.
 
 Not covered: P(max), which jax 0.10 cannot express.
 

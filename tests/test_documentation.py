@@ -28,6 +28,7 @@ from experiments.studies.transfer import config as transfer
 from jaxmoe import catalog
 from jaxmoe.routing import METHODS
 from jaxmoe.run.plan import make_plan
+from tests.support.documented import shell_lines
 from tests.support.source_tree import PACKAGES, ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -116,9 +117,10 @@ def test_pages_name_commands_that_exist():
         (name, str(page.relative_to(ROOT)))
         for page in pages
         if "generated" not in page.parts and "_build" not in page.parts
-        for name in re.findall(r"python -m experiments\.(\w+)", page.read_text(encoding="utf-8"))
+        for text in [page.read_text(encoding="utf-8")]
+        for name in re.findall(r"`jaxmoe (\w+)", "`".join([text, *shell_lines(text)]))
     }
-    known = {*commands(), "NAME", "X"}
+    known = {*commands(), "NAME"}
     missing = sorted((name, page) for name, page in named if name not in known)
     assert named and not missing, missing
 
@@ -202,8 +204,8 @@ def fault_of_code(code: str, pages: dict[str, str]) -> str | None:
         exists = path.exists() and re.search(rf"^def {name}\(", path.read_text(), re.MULTILINE)
         return None if exists else f"{code}: no such test"
     words = code.split()
-    if code.startswith("python -m experiments."):
-        command, words = words[2].removeprefix("experiments."), words[3:]
+    if words[0] == "jaxmoe":
+        command, words = words[1], words[2:]
         if command not in commands():
             return f"{code}: no such command"
         if words and words[0].startswith("--") and f"{command}_{words[0][2:]}" in pages:
@@ -256,10 +258,10 @@ def test_what_the_page_of_inference_names_exists(flag_pages):
     [
         "tests/test_documentation.py::test_of_nothing",
         "tests/test_of_nothing.py::test_of_nothing",
-        "python -m experiments.nothing",
-        "python -m experiments.pretrain nothing",
-        "python -m experiments.routers --methods nothing",
-        "python -m experiments.checkpoint convert --nothing",
+        "jaxmoe nothing",
+        "jaxmoe pretrain nothing",
+        "jaxmoe routers --methods nothing",
+        "jaxmoe checkpoint convert --nothing",
         "--model.moe.nothing 1",
         "--model.moe.top_k 1 2",
         "--execution.dispatcher nothing",
@@ -288,7 +290,7 @@ def test_pretrain_commands_of_the_tables_can_be_typed_as_they_are(page):
         if code == "\n":
             command = "pretrain"
             continue
-        words = shlex.split(code.removeprefix("python -m experiments."))
+        words = shlex.split(code.removeprefix("jaxmoe "))
         if words[0] in commands:
             command, words = words[0], words[1:]
         elif not re.match(r"--|[a-z_.]+:[a-z0-9_]+( |$)", code):

@@ -14,23 +14,19 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import tomllib
 
 import httpx2 as httpx
 import pytest
 
-from tests.experiments.test_readme_walk import ANSWERS, CHATS, ENGINE, HELD_OUT, STEPS
+from tests.experiments.test_readme_walk import ANSWERS, ENGINE, HELD_OUT, STEPS
 from tests.experiments.test_walk import QUIET, SIZES
-from tests.support.huggingface_configs import CONFIGS
-from tests.support.huggingface_directories import tokenizer_json
-from tests.support.huggingface_models import build
+from tests.support.documented import CHATS, environment, shell_lines, write_hub
 from tests.support.source_tree import PACKAGES, ROOT
 
 FOLDER = ROOT / ".docs" / "guides"
 GUIDES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.md"))}
 INDEX = GUIDES.pop("index")
-SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WORD = re.compile(r"[a-z0-9]+")
 
 QUERIES = {
@@ -128,8 +124,7 @@ def test_an_index_has_a_line_for_each_of_its_pages(indexes):
 
 def commands(guide):
     """The lines of the shell blocks of a guide, as words."""
-    lines = "".join(SHELL.findall(GUIDES[guide])).splitlines()
-    return [shlex.split(line, comments=True) for line in lines]
+    return [shlex.split(line, comments=True) for line in shell_lines(GUIDES[guide])]
 
 
 def small(words, folder):
@@ -149,10 +144,9 @@ def small(words, folder):
         "plan": ("--compiles", "0"),
         "launch": (),
         "transfer": TRANSFER,
-    }[words[2].removeprefix("experiments.")]
+    }[words[1]]
 
 
-FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 TRANSFER = (
     *("--points", "16", "32", "--arms", "standard", "--rates", "0.01", "0.02", "0.04"),
     *(
@@ -168,25 +162,6 @@ TRANSFER = (
         "2",
     ),
 )
-HUB = {
-    "mistralai/Mixtral-8x7B-v0.1": "mixtral",
-    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
-    "openai/gpt-oss-20b": "gpt_oss",
-}
-
-
-def write_hub(cache):
-    """Write a cache of the hub with small models under the names of the guides."""
-    tokenizer = tokenizer_json()
-    size = tokenizer["added_tokens"][0]["id"] + 1
-    for name, family in HUB.items():
-        place = cache / "hub" / f"models--{name.replace('/', '--')}"
-        snapshot = place / "snapshots" / ("0" * 40)
-        config = {**CONFIGS[family], "vocab_size": size, "eos_token_id": size - 1}
-        build(config).save_pretrained(snapshot)
-        (snapshot / "tokenizer.json").write_text(json.dumps(tokenizer))
-        (place / "refs").mkdir()
-        (place / "refs" / "main").write_text("0" * 40)
 
 
 def write_files(folder):
@@ -202,8 +177,10 @@ def write_files(folder):
     page = GUIDES["your_own_router"]
     project = tomllib.loads(re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1])
     entries = project["project"]["entry-points"]["jaxmoe.catalog"]
-    (folder / "my_router.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    metadata = folder / "my_router-0.1.0.dist-info"
+    site = folder / "site"
+    site.mkdir()
+    (site / "my_router.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    metadata = site / "my_router-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-router\nVersion: 0.1.0\n")
     rows = "\n".join(f"{name} = {value}" for name, value in entries.items())
@@ -216,20 +193,20 @@ def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("guides")
     write_files(folder)
     write_hub(folder / "cache")
-    _run(shlex.split("python -m experiments.pretrain"), folder)
+    _run(["jaxmoe", "pretrain"], folder)
     return folder
 
 
 def _environment(folder, devices):
-    offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-    places = {"XLA_FLAGS": FLAGS.format(devices), "JAX_PLATFORMS": "cpu"}
-    path = os.pathsep.join([str(ROOT), str(folder)])
-    return os.environ | offline | places | {"HF_HOME": str(folder / "cache"), "PYTHONPATH": path}
+    """The package with the router is installed in the folder `site`."""
+    variables = environment(devices, HF_HOME=str(folder / "cache"))
+    path = os.pathsep.join([variables["PYTHONPATH"], str(folder / "site")])
+    return variables | {"PYTHONPATH": path}
 
 
 def _run(words, folder, devices=1):
     done = subprocess.run(
-        [sys.executable, *words[1:], *small(words, folder)],
+        [*words, *small(words, folder)],
         cwd=folder,
         env=_environment(folder, devices),
         input="1+5=\n",
@@ -254,7 +231,7 @@ def check_install(words):
 def _serving(words, folder):
     """Yield the address of an endpoint."""
     with subprocess.Popen(
-        [sys.executable, *words[1:], *small(words, folder)],
+        [*words, *small(words, folder)],
         cwd=folder,
         env=_environment(folder, 1),
         stdout=subprocess.PIPE,
@@ -271,14 +248,12 @@ def _serving(words, folder):
 
 @pytest.mark.slow
 @pytest.mark.rows(8)
-@pytest.mark.parametrize("guide", [guide for guide in GUIDES if SHELL.search(GUIDES[guide])])
+@pytest.mark.parametrize("guide", [guide for guide in GUIDES if shell_lines(GUIDES[guide])])
 def test_the_commands_of_a_guide_run_as_they_stand(guide, demo):
     devices = 8 if guide == "gpus_and_tpus" else 1
     with contextlib.ExitStack() as stack:
         address = None
         for words in commands(guide):
-            if not words:
-                continue
             if words[0] == "pip":
                 check_install(words)
             elif words[0] == "curl":
@@ -288,7 +263,7 @@ def test_the_commands_of_a_guide_run_as_they_stand(guide, demo):
                 else:
                     answer = httpx.post(url, content=words[3], timeout=120)
                 assert answer.status_code == 200, answer.text
-            elif words[2] == "experiments.serve":
+            elif words[:2] == ["jaxmoe", "serve"]:
                 address = stack.enter_context(_serving(words, demo))
             else:
                 _run(words, demo, devices)

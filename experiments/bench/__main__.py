@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the speed of training steps, LoRA, serving, kernels, routers and expert exchanges.
 
-    python -m experiments.bench step [--peer none]
-    python -m experiments.bench finetune
-    python -m experiments.bench serve
-    python -m experiments.bench idle [--batches 1 32 128]
-    python -m experiments.bench kernels
-    python -m experiments.bench routers [--methods mixtral ...]
-    python -m experiments.bench chunks [--expert 8]
-    python -m experiments.bench compiled [--recipe mixtral_8x7b --topology tpu:v5p:4x4x4]
-    python -m experiments.bench growth [--curves files resume]
-    python -m experiments.bench accelerator [--minutes 8] [--parts step attention] [--list]
+    jaxmoe bench step [--peer none]
+    jaxmoe bench finetune
+    jaxmoe bench serve
+    jaxmoe bench idle [--batches 1 32 128]
+    jaxmoe bench kernels
+    jaxmoe bench routers [--methods mixtral ...]
+    jaxmoe bench chunks [--expert 8]
+    jaxmoe bench compiled [--recipe mixtral_8x7b --topology tpu:v5p:4x4x4]
+    jaxmoe bench growth [--curves files resume]
+    jaxmoe bench accelerator [--minutes 8] [--parts step attention] [--list]
 
 Candidates take turns in one run, medians are compared, and the measured limit of the machine is
 shown beside them. Keep the machine idle otherwise: load changes even the ratios.
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
         say(bench_accelerator.parts_in_words())
         return int(cli.ExitCode.DONE)
     recipes = {name: bench.recipe for name, bench in BENCHES.items()}
-    name, config = cli.parse(recipes, "step", argv, "python -m experiments.bench", __doc__ or "")
+    name, config = cli.parse(recipes, "step", argv, "jaxmoe bench", __doc__ or "")
     bench = BENCHES[name]
     with cli.exit_on_bad_configuration():
         start_process(needs_devices=bench.holds_devices)

@@ -7,7 +7,7 @@ over all devices, and no device is needed. MaxText's step is that of its own `tr
 Python may be another one (`--peer_python`), and `--python` gives this library the same compiler.
 
     pip install "maxtext[tpu]==0.2.5" jax==0.11.2 jaxlib==0.11.2      in a venv of Python 3.12
-    python -m experiments.bench compiled --python VENV/bin/python --peer_python VENV/bin/python
+    jaxmoe bench compiled --python VENV/bin/python --peer_python VENV/bin/python
 
 To add a model: a row of MODELS in `experiments/bench/compiled.py`.
 """

@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.checkpoint`: verify, inspect, convert and reshard checkpoints."""
+"""`jaxmoe checkpoint`: verify, inspect, convert and reshard checkpoints."""

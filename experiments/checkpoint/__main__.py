@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one of the commands on checkpoints: convert, inspect, reshard, verify.
 
-    python -m experiments.checkpoint convert runs/pretrain/tiny --quantise w4a8
-    python -m experiments.checkpoint verify runs/pretrain/tiny
+    jaxmoe checkpoint convert runs/pretrain/tiny --quantise w4a8
+    jaxmoe checkpoint verify runs/pretrain/tiny
 
 To add a command: `experiments/checkpoint/__main__.py` (a line in `COMMANDS`), and a file with
 `main` beside it.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a run as sums of blocks of any total size (BitStack), or cuts a run in blocks.
 
-    python -m experiments.checkpoint convert runs/pretrain/tiny \\
+    jaxmoe checkpoint convert runs/pretrain/tiny \\
         --quantise bitstack --budget 1.9MB --bitstack.rank 4
-    python -m experiments.checkpoint convert runs/pretrain/tiny-bitstack \\
+    jaxmoe checkpoint convert runs/pretrain/tiny-bitstack \\
         --quantise bitstack --budget 1.2MB --to runs/pretrain/tiny-smaller
 
 The second command measures nothing: the first blocks of a run in blocks are a run.

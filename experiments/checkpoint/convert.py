@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a run to 8 or 4 bits, to plain weights, or to Hugging Face files and back.
 
-    python -m experiments.checkpoint convert runs/pretrain/tiny --quantise w4a8
-    python -m experiments.generate runs/pretrain/tiny-w4a8 --cache int4
-    python -m experiments.checkpoint convert RUN --quantise w4ax --mixed.wide_fraction 0.125
-    python -m experiments.checkpoint convert RUN --to_huggingface auto --to DIR
-    python -m experiments.checkpoint convert DIR --to RUN
-    python -m experiments.checkpoint convert runs/finetune/tiny-lora --fold True
-    python -m experiments.checkpoint convert FINETUNED --to_huggingface peft
-    python -m experiments.checkpoint convert ADAPTER --imported.base DIR --to RUN
+    jaxmoe checkpoint convert runs/pretrain/tiny --quantise w4a8
+    jaxmoe generate runs/pretrain/tiny-w4a8 --cache int4
+    jaxmoe checkpoint convert RUN --quantise w4ax --mixed.wide_fraction 0.125
+    jaxmoe checkpoint convert RUN --to_huggingface auto --to DIR
+    jaxmoe checkpoint convert DIR --to RUN
+    jaxmoe checkpoint convert runs/finetune/tiny-lora --fold True
+    jaxmoe checkpoint convert FINETUNED --to_huggingface peft
+    jaxmoe checkpoint convert ADAPTER --imported.base DIR --to RUN
 
 The result is a run directory for evaluate and generate (config.json, one checkpoint without the
 optimiser's state, summary.json with sizes and errors), or a directory that from_pretrained of
@@ -51,6 +51,7 @@ from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
 from jaxmoe.checkpoint.huggingface.hub import is_hub_name, is_huggingface, model_directory
 from jaxmoe.checkpoint.huggingface.peft import is_peft
+from jaxmoe.messages import command_line
 from jaxmoe.models.quantize import (
     dequantize_parameter,
     largest_error,
@@ -148,7 +149,7 @@ class Rounded:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.checkpoint convert"
+    prog = "jaxmoe checkpoint convert"
     has_source = value_of("--from_huggingface", argv) is not None
     arguments = with_model(argv, flag_of=_flag_of, has_default=not has_source)
     config = cli.parse_flags(ConvertConfig(), arguments, prog, with_about(__doc__))
@@ -244,7 +245,7 @@ def _check_source(source: str, form: Format) -> None:
     if config.model.adapter is not None:
         raise ValueError(
             f"run.directory={source} holds an adapter ({config.model.adapter.name}): fold it first,"
-            f" python -m experiments.checkpoint convert {source} --fold True"
+            f" {command_line('checkpoint', 'convert', source, '--fold', 'True')}"
         )
     mixers = [kind.mixer for kind in config.model.kinds if not kind.mixer.can_quantize]
     if mixers:

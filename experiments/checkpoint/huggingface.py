@@ -38,6 +38,7 @@ from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Nonfinite, Tenso
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
 from jaxmoe.data import SourceKind
+from jaxmoe.messages import command_line
 from jaxmoe.models.predictor import Predictor
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
 from jaxmoe.run.config import EvaluationConfig, PretrainConfig, RunConfig, TrainingConfig
@@ -147,8 +148,8 @@ def export_run(
         )
     if (adapter := config.model.adapter) is not None:
         raise ValueError(
-            f"run.directory={source} holds an adapter ({adapter.name}): fold it first, python -m"
-            f" experiments.checkpoint convert {source} --fold True"
+            f"run.directory={source} holds an adapter ({adapter.name}): fold it first,"
+            f" {command_line('checkpoint', 'convert', source, '--fold', 'True')}"
         )
     model = make_plan(config).model
     name, why = suggest_family(model) if family == "auto" else (family, "")

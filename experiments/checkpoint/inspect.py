@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the content of a checkpoint.
 
-    python -m experiments.checkpoint inspect runs/pretrain/tiny [--run.step 400]
+    jaxmoe checkpoint inspect runs/pretrain/tiny [--run.step 400]
 
 Prints the steps, and for one step (the newest by default) shape, dtype, bytes and fingerprint of
 every array, and the versions that wrote it. Arrays are not read.
@@ -36,7 +36,7 @@ class InspectConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.checkpoint inspect"
+    prog = "jaxmoe checkpoint inspect"
     config = cli.parse_flags(InspectConfig(), with_model(argv), prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process()

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrites a checkpoint: a part of it, under other names, or in another dtype.
 
-    python -m experiments.checkpoint reshard RUN --to DIR --keep params
-    python -m experiments.checkpoint reshard RUN --to DIR --mapping names.py
+    jaxmoe checkpoint reshard RUN --to DIR --keep params
+    jaxmoe checkpoint reshard RUN --to DIR --mapping names.py
 
 A checkpoint restores on any mesh without conversion; this command is for other layouts. A mapping
 is a Python file with `RULES` (see jaxmoe/checkpoint/mapping.py); every array must match one rule.
@@ -49,7 +49,7 @@ class ReshardConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.checkpoint reshard"
+    prog = "jaxmoe checkpoint reshard"
     config = cli.parse_flags(ReshardConfig(), with_model(argv), prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process()

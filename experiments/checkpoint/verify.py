@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that checkpoints have not changed since they were written.
 
-    python -m experiments.checkpoint verify runs/pretrain/tiny [--level files]
+    jaxmoe checkpoint verify runs/pretrain/tiny [--level files]
 
 Prints one line per step. Compares every file with its checksum and, without `--level files`, every
 array with its fingerprint. Changes nothing. Exit codes: 0 all steps are whole, 65 a step is
@@ -75,7 +75,7 @@ class VerifyConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.checkpoint verify"
+    prog = "jaxmoe checkpoint verify"
     config = cli.parse_flags(VerifyConfig(), with_model(argv), prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process()

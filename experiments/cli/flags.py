@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses command lines: a recipe, then any field of its config.
 
-    python -m experiments.pretrain [recipe] --model.moe.top_k 4 model.moe.router:sigmoid_topk
+    jaxmoe pretrain [recipe] --model.moe.top_k 4 model.moe.router:sigmoid_topk
 
 The recipe comes first and is optional. A field is `--dotted.field value`, with `_` or `-` in its
 name. A member of a union is `dotted.field:NAME` or `--dotted.field NAME`, where NAME is its key in

@@ -4,22 +4,23 @@
 
     pretrain -> finetune -> generate -> checkpoint convert --fold -> rl -> evaluate_tasks
              -> checkpoint convert --to_huggingface -> serve -> a client
+    report -> evaluate -> generate
 
 The line is on standard error, so that the output of a command is what it was asked for.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from typing import Final
+from collections.abc import Mapping
 
 import jax
 
 from experiments.cli.output import dropped_output
+from jaxmoe.messages import command_line
 from jaxmoe.run.config import PretrainConfig
-
-_EXPERIMENTS: Final = "python -m experiments."
 
 
 def after_training(command: str, config: PretrainConfig, path: str) -> str:
@@ -30,16 +31,35 @@ def after_training(command: str, config: PretrainConfig, path: str) -> str:
         config: Configuration of the run.
         path: Run directory.
     """
-    run = shlex.quote(path)
-    tokenizer = config.data.tokenizer
-    if tokenizer is None or not tokenizer.is_text:
-        return f"{_EXPERIMENTS}evaluate {run}"
+    if not _has_text(config):
+        return command_line("evaluate", path)
     if command == "finetune":
-        prompt = '--prompt "TEXT"' if config.data.traits.template is None else "--chat True"
-        return f"{_EXPERIMENTS}generate {run} {prompt}"
+        return _question(config, path)
     if command == "rl":
-        return f"{_EXPERIMENTS}evaluate_tasks {run} --tasks arc_easy"
-    return f"{_EXPERIMENTS}finetune {run} --data.path FILES"
+        return command_line("evaluate_tasks", path, "--tasks", "arc_easy")
+    return command_line("finetune", path, "--data.path", "FILES")
+
+
+def after_evaluation(config: PretrainConfig, path: str) -> str:
+    """Return what follows the held-out loss of a model.
+
+    Args:
+        config: Configuration of the run.
+        path: Run directory, or directory of a Hugging Face model.
+    """
+    if not _has_text(config):
+        return command_line("describe", "--run.directory", path)
+    return _question(config, path)
+
+
+def after_report(losses: Mapping[str, float | None]) -> str:
+    """Return what follows a page about runs: a look at the one with the lowest held-out loss.
+
+    Args:
+        losses: Held-out bits per byte by run directory; None where they are not known.
+    """
+    best = min(losses, key=lambda path: losses[path] or math.inf)
+    return command_line("evaluate", best)
 
 
 def after_text(path: str, *, has_adapter: bool) -> str:
@@ -51,7 +71,7 @@ def after_text(path: str, *, has_adapter: bool) -> str:
     """
     if has_adapter:
         return _fold(path)
-    return f"{_EXPERIMENTS}rl {shlex.quote(path)} reward:arithmetic"
+    return command_line("rl", path, "reward:arithmetic")
 
 
 def after_tasks(path: str, *, has_adapter: bool) -> str:
@@ -61,10 +81,10 @@ def after_tasks(path: str, *, has_adapter: bool) -> str:
         path: Run directory, or directory of a Hugging Face model.
         has_adapter: Whether the run holds an adapter.
     """
-    run = shlex.quote(path)
     if has_adapter:
         return _fold(path)
-    return f"{_EXPERIMENTS}checkpoint convert {run} --to_huggingface auto --to {run}-exported"
+    target = ("--to_huggingface", "auto", "--to", f"{path}-exported")
+    return command_line("checkpoint", "convert", path, *target)
 
 
 def after_conversion(mode: str, path: str) -> str:
@@ -74,12 +94,11 @@ def after_conversion(mode: str, path: str) -> str:
         mode: Field of the conversion, such as fold.
         path: Directory that was written.
     """
-    run = shlex.quote(path)
     if mode == "fold":
-        return f"{_EXPERIMENTS}rl {run} reward:arithmetic"
+        return command_line("rl", path, "reward:arithmetic")
     if mode == "to_huggingface":
-        return f"{_EXPERIMENTS}serve {run}"
-    return f'{_EXPERIMENTS}generate {run} --prompt "TEXT"'
+        return command_line("serve", path)
+    return command_line("generate", path, "--prompt", "TEXT")
 
 
 def client(address: str, *, talks: bool) -> str:
@@ -102,10 +121,32 @@ def say_next(text: str) -> None:
         text: The command.
     """
     if jax.process_index() == 0:
-        with dropped_output():
-            print(f"next: {text}", file=sys.stderr, flush=True)
+        write_next(text)
+
+
+def write_next(text: str) -> None:
+    """Print the command that follows, without asking JAX for the number of the process.
+
+    Args:
+        text: The command.
+    """
+    with dropped_output():
+        print(f"next: {text}", file=sys.stderr, flush=True)
+
+
+def _has_text(config: PretrainConfig) -> bool:
+    """Return whether the tokens of a model stand for text."""
+    tokenizer = config.data.tokenizer
+    return tokenizer is not None and tokenizer.is_text
+
+
+def _question(config: PretrainConfig, path: str) -> str:
+    """Return the command that asks a model for text."""
+    if config.data.traits.template is None:
+        return command_line("generate", path, "--prompt", "TEXT")
+    return command_line("generate", path, "--chat", "True")
 
 
 def _fold(path: str) -> str:
     """Return the command that folds the adapter of a run."""
-    return f"{_EXPERIMENTS}checkpoint convert {shlex.quote(path)} --fold True"
+    return command_line("checkpoint", "convert", path, "--fold", "True")

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the model of a command line: its first word, or a flag.
 
-    python -m experiments.generate runs/pretrain/tiny --prompt "def "
-    python -m experiments.generate allenai/OLMoE-1B-7B-0924 --prompt "Once"
+    jaxmoe generate runs/pretrain/tiny --prompt "def "
+    jaxmoe generate allenai/OLMoE-1B-7B-0924 --prompt "Once"
 
 A model is a run directory, a directory of a Hugging Face model, or its name on the hub. The word is
 the value of a flag, which does the same: `--run.directory`, or `--checkpoint.initial.path` of

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints on standard output, on the first process only, and survives output that cannot be written.
 
-After `python -m experiments.doctor | head -3`, on a full disk, or when the terminal is closed, a
+After `jaxmoe doctor | head -3`, on a full disk, or when the terminal is closed, a
 command continues without output to its end, with the same files and exit code. All but a closed
 pipe is one warning on standard error.
 """

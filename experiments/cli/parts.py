@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the parts of a command that has several, such as `experiments.checkpoint convert`."""
+"""Runs the parts of a command that has several, such as `jaxmoe checkpoint convert`."""
 
 from __future__ import annotations
 

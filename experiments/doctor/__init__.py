@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.doctor`: examines the software and the devices of this machine."""
+"""`jaxmoe doctor`: examines the software and the devices of this machine."""

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examines this environment: versions, devices, collectives, kernels, disks, a tiny train step.
 
-    python -m experiments.doctor [--run.directory DIR]
-    python -m experiments.doctor --links [--mesh.tensor 8 ...]
+    jaxmoe doctor [--run.directory DIR]
+    jaxmoe doctor --links [--mesh.tensor 8 ...]
 
 A line per finding: ok, warning or problem, and what to do. Exit code 0 if there is no problem, 2
 otherwise. On a pod or cluster run it as the job would be run, on every host. With `--links` it
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     if "--links" in argv:
         return part_at(_LINKS)([word for word in argv if word != "--links"])
-    prog = "python -m experiments.doctor"
+    prog = "jaxmoe doctor"
     config = flags.parse_flags(DoctorConfig(), argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory)
     with flags.exit_on_bad_configuration():

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the links between neighbouring devices of a mesh, and names slow devices and links.
 
-    python -m experiments.doctor --links [--mesh.data 4 --mesh.tensor 2] [--run.directory DIR]
+    jaxmoe doctor --links [--mesh.data 4 --mesh.tensor 2] [--run.directory DIR]
 
 For every axis of the mesh and every pair of neighbours: the time of a message of 1 byte and of a
 large one. Prints the rates of each axis and a table by axis and device, and writes `links.json` for
@@ -84,7 +84,7 @@ class LinksConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    prog = "python -m experiments.doctor --links"
+    prog = "jaxmoe doctor --links"
     config = flags.parse_flags(LinksConfig(), argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory)
     with flags.exit_on_bad_configuration():

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates a run on tasks of the lm-evaluation-harness.
 
-    python -m experiments.evaluate_tasks runs/pretrain/tiny --tasks arc_easy lambada
-    python -m experiments.evaluate_tasks MODEL --tasks mine --include tasks/
-    python -m experiments.evaluate_tasks OLMoE-1B-7B-0924 --tasks arc_easy
+    jaxmoe evaluate_tasks runs/pretrain/tiny --tasks arc_easy lambada
+    jaxmoe evaluate_tasks MODEL --tasks mine --include tasks/
+    jaxmoe evaluate_tasks OLMoE-1B-7B-0924 --tasks arc_easy
 
 The harness computes the metrics; the model runs in this process, on the mesh of --run.mesh.* (by
 default that of the training). The harness's tasks read data sets from the Hugging Face hub; those
@@ -79,7 +79,7 @@ class EvaluateTasksConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.evaluate_tasks"
+    prog = "jaxmoe evaluate_tasks"
     config = cli.parse_flags(EvaluateTasksConfig(), with_model(argv), prog, with_about(__doc__))
     with cli.exit_on_bad_configuration():
         start_process()

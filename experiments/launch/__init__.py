@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.launch`: starts a command on the hosts of a cluster."""
+"""`jaxmoe launch`: starts a command on the hosts of a cluster."""

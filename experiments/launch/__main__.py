@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Writes the files that start a command on every host of a cluster, or supervises it on this host.
 
-    python -m experiments.launch cluster:slurm --cluster.nodes 4 \
-        --command "python -m experiments.pretrain d16 --run.directory /shared/d16"
-    python -m experiments.launch cluster:jobset --cluster.topology 16x16 \
+    jaxmoe launch cluster:slurm --cluster.nodes 4 \
+        --command "jaxmoe pretrain d16 --run.directory /shared/d16"
+    jaxmoe launch cluster:jobset --cluster.topology 16x16 \
         --cluster.image europe-docker.pkg.dev/project/images/jaxmoe --cluster.volume_claim runs \
-        --command "python -m experiments.pretrain d16 --run.directory /runs/d16"
-    python -m experiments.launch cluster:tpu_vm --cluster.accelerator_type v5litepod-64 \
+        --command "jaxmoe pretrain d16 --run.directory /runs/d16"
+    jaxmoe launch cluster:tpu_vm --cluster.accelerator_type v5litepod-64 \
         --cluster.zone us-central1-a \
-        --command "python3 -m experiments.pretrain d16 --run.directory /mnt/runs/d16"
-    python -m experiments.launch --supervise --processes 4 \
-        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
-    python -m experiments.launch --islands 4 \
-        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
+        --command "jaxmoe pretrain d16 --run.directory /mnt/runs/d16"
+    jaxmoe launch --supervise --processes 4 \
+        --command "jaxmoe pretrain --run.directory runs/pretrain/four"
+    jaxmoe launch --islands 4 \
+        --command "jaxmoe pretrain --run.directory runs/pretrain/four"
 
 Writes a script for sbatch, a JobSet for GKE, or a script around gcloud, and a `summary.json`, into
 `--run.directory`; files of an earlier launch that differ are replaced with `--run.replace True`
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return supervise.main([word for word in argv if word != "--supervise"])
     if any(word.partition("=")[0] == "--islands" for word in argv):
         return part_at(_SITES)(argv)
-    prog = "python -m experiments.launch"
+    prog = "jaxmoe launch"
     with flags.exit_on_bad_configuration():
         config = flags.parse_flags(LaunchConfig(), argv, prog, __doc__ or "")
         directory = RunDirectory(config.run.directory or f"runs/launch/{config.run.name}")

@@ -54,7 +54,7 @@ class LaunchConfig:
 
     run: LaunchRunConfig = LaunchRunConfig()
     """Destination of the files."""
-    command: str = "python -m experiments.pretrain"
+    command: str = "jaxmoe pretrain"
     """Command line of every process, in one string."""
     cluster: ClusterConfig = SlurmConfig()
     """Cluster and its size."""
@@ -66,7 +66,7 @@ class LaunchConfig:
         except ValueError as error:
             raise ValueError(f"command={self.command!r} does not end ({error}): quote it") from None
         if not arguments:
-            raise ValueError('command is empty: give it, such as "python -m experiments.pretrain"')
+            raise ValueError('command is empty: give it, such as "jaxmoe pretrain"')
         self.cluster.check(self.job)
 
     @property
@@ -100,7 +100,7 @@ class RestartConfig:
 class SuperviseConfig(RestartConfig):
     """Processes to start, and limits of restarts."""
 
-    command: str = "python -m experiments.pretrain"
+    command: str = "jaxmoe pretrain"
     """Command of each process."""
     elastic: ElasticConfig = FixedConfig()
     """Action when the same process is lost again and again: fixed restarts all; shrink goes on with

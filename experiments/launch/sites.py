@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Starts sites on this host: replicas of a run that are jobs of their own.
 
-    python -m experiments.launch --islands 4 \
-        --command "python -m experiments.pretrain --run.directory runs/pretrain/four"
+    jaxmoe launch --islands 4 \
+        --command "jaxmoe pretrain --run.directory runs/pretrain/four"
 
 Each site runs the command with `$JAXMOE_ISLAND` (its number and where the sites meet) and
 `$JAXMOE_ISLANDS_KEY`. In the command, `{island}` becomes the number; without it, `--run.directory
@@ -59,7 +59,7 @@ _EXCHANGE = "exchange"
 class SitesConfig(RestartConfig):
     """Sites to start, where they meet, and limits of restarts."""
 
-    command: str = "python -m experiments.pretrain --run.directory runs/pretrain/islands"
+    command: str = "jaxmoe pretrain --run.directory runs/pretrain/islands"
     """Command of each process of each site."""
     islands: int = 1
     """Sites on this host; 0 runs the coordinator alone."""
@@ -165,7 +165,7 @@ class SitesConfig(RestartConfig):
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code of the sites."""
-    prog = "python -m experiments.launch --islands"
+    prog = "jaxmoe launch --islands"
     with flags.exit_on_bad_configuration():
         config = flags.parse_flags(SitesConfig(), argv, prog, __doc__ or "")
         if config.of > config.islands and not os.environ.get(KEY_VARIABLE):

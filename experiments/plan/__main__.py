@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans a recipe for devices that are not attached: mesh, memory, traffic and time of a step.
 
-    python -m experiments.plan [recipe] --topology tpu:v5e:16x16 [--dotted.field value ...]
+    jaxmoe plan [recipe] --topology tpu:v5e:16x16 [--dotted.field value ...]
 
 Every mesh of the devices, number of micro-batches, layout, dispatcher, fold, schedule and remat is
 estimated in closed form; the fastest that fit are compiled ahead of time until one fits by the
@@ -51,7 +51,7 @@ from sharding.mesh import MeshConfig
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.plan"
+    prog = "jaxmoe plan"
     started = time.perf_counter()
     recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, __doc__ or "")
     directory = RunDirectory(config.run.directory or f"runs/plan/{config.run.name or recipe}")

@@ -15,7 +15,7 @@ from jaxmoe.run.config import EvaluationConfig, PretrainConfig, TrackingConfig, 
 def diffusion() -> PretrainConfig:
     """Masked diffusion on a Markov chain of order 2, expert choice with linear_reverse capacity.
 
-    python -m experiments.pretrain diffusion
+    jaxmoe pretrain diffusion
 
     2 CPU cores: a few minutes, a bound of 1.158 bits per token, 0.036 above the exact entropy.
     """

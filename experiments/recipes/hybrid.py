@@ -15,7 +15,7 @@ from jaxmoe.run.config import PretrainConfig
 def hybrid() -> PretrainConfig:
     """A small byte-level MoE of Mamba-2 and attention on the source of Python's standard library.
 
-    python -m experiments.pretrain hybrid
+    jaxmoe pretrain hybrid
 
     2 CPU cores: 1.96 bits per byte held out, where `tiny` reaches 2.02 (means of three seeds).
     """

@@ -17,7 +17,7 @@ from jaxmoe.scaling import BasePoint, HyperPConfig
 def hyperp() -> PretrainConfig:
     """HyperP with MuonH and SqrtGate on the source of Python's standard library, on a laptop.
 
-    python -m experiments.pretrain hyperp
+    jaxmoe pretrain hyperp
 
     2 CPU cores: under seven minutes, 1.89 bits per byte held out. The recipe is its own base point:
     with another --model.num_layers, --model.embed_dim, --training.steps or --training.batch_size

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HyperP ladder, to be trained from scratch: 0.93e9 to 23.3e9 parameters at depths 8 to 24.
 
-    python -m experiments.describe d12
-    python -m experiments.pretrain d8 --data.path my_texts/ data.tokenizer:trained
+    jaxmoe describe d12
+    jaxmoe pretrain d8 --data.path my_texts/ data.tokenizer:trained
 
 One learning rate for all rungs: HyperP with MuonH, eta0 0.014 (the paper's for mixtures, tuned at
 depth 8), no warm-up, linear to a tenth; the laws carry it to each rung. Shapes, vocabulary,
@@ -97,7 +97,7 @@ def _rung(depth: int) -> PretrainConfig:
 def d8() -> PretrainConfig:
     """HyperP ladder, depth 8: 0.93e9 parameters, 0.21e9 active.
 
-    python -m experiments.pretrain d8
+    jaxmoe pretrain d8
 
     One accelerator of 40 GB or more; not run yet.
     """
@@ -108,7 +108,7 @@ def d8() -> PretrainConfig:
 def d12() -> PretrainConfig:
     """HyperP ladder, depth 12: 2.99e9 parameters, 0.57e9 active.
 
-    python -m experiments.pretrain d12
+    jaxmoe pretrain d12
 
     One accelerator of 80 GB or more; not run yet.
     """
@@ -119,7 +119,7 @@ def d12() -> PretrainConfig:
 def d16() -> PretrainConfig:
     """HyperP ladder, depth 16: 6.98e9 parameters, 1.24e9 active.
 
-    python -m experiments.pretrain d16
+    jaxmoe pretrain d16
 
     Two accelerators of 140 GB or more; not run yet.
     """
@@ -130,7 +130,7 @@ def d16() -> PretrainConfig:
 def d20() -> PretrainConfig:
     """HyperP ladder, depth 20: 13.5e9 parameters, 2.32e9 active.
 
-    python -m experiments.pretrain d20
+    jaxmoe pretrain d20
 
     Four accelerators of 140 GB or more; not run yet.
     """
@@ -141,7 +141,7 @@ def d20() -> PretrainConfig:
 def d24() -> PretrainConfig:
     """HyperP ladder, depth 24: 23.3e9 parameters, 3.90e9 active.
 
-    python -m experiments.pretrain d24
+    jaxmoe pretrain d24
 
     Eight accelerators of 80 GB or more; not run yet.
     """

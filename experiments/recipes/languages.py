@@ -14,7 +14,7 @@ from jaxmoe.run.config import PretrainConfig
 def languages() -> PretrainConfig:
     """A mixture of disjoint languages with exactly known entropy.
 
-    python -m experiments.pretrain languages
+    jaxmoe pretrain languages
     """
     source = data.LanguageMixtureConfig()
     config = markov()

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published models of 7e9 to 671e9 parameters, to be trained from scratch, described and planned.
 
-    python -m experiments.describe deepseek_v3
-    python -m experiments.plan gpt_oss_20b --topology tpu:v5p:4x4x4
+    jaxmoe describe deepseek_v3
+    jaxmoe plan gpt_oss_20b --topology tpu:v5p:4x4x4
 
     recipe               parameters   active    experts a token         of
     olmoe_1b_7b              6.92e9   1.28e9          8                 64
@@ -25,7 +25,7 @@ tokens pass over the embedded corpus four times. The backward pass of a recipe r
 `plan`, else less (`kernels`) or everything (`full`). Where micro-batches are added up the update is
 the peak, and `dots` takes no more memory than `full`; smaller accelerators, or one sequence on each
 without micro-batches, may need `full`. Trained weights are read from the models'
-directories (`python -m experiments.finetune DIR`). None of these runs was made: tested are sizes,
+directories (`jaxmoe finetune DIR`). None of these runs was made: tested are sizes,
 and that each is the model of its published config.json.
 
 To add a model: a preset, and a function here.
@@ -46,7 +46,7 @@ from jaxmoe.run.config import PretrainConfig
 def olmoe_1b_7b() -> PretrainConfig:
     """OLMoE-1B-7B: 6.92e9 parameters, 1.28e9 active, 8 of 64 experts.
 
-    python -m experiments.pretrain olmoe_1b_7b
+    jaxmoe pretrain olmoe_1b_7b
 
     Two accelerators of 140 GB or more; not run yet.
     """
@@ -57,7 +57,7 @@ def olmoe_1b_7b() -> PretrainConfig:
 def mixtral_8x7b() -> PretrainConfig:
     """Mixtral-8x7B: 46.7e9 parameters, 12.9e9 active, 2 of 8 experts.
 
-    python -m experiments.pretrain mixtral_8x7b
+    jaxmoe pretrain mixtral_8x7b
 
     Eight accelerators of 140 GB or more; not run yet.
     """
@@ -68,7 +68,7 @@ def mixtral_8x7b() -> PretrainConfig:
 def qwen3_30b_a3b() -> PretrainConfig:
     """Qwen3-30B-A3B: 30.5e9 parameters, 3.35e9 active, 8 of 128 experts.
 
-    python -m experiments.pretrain qwen3_30b_a3b
+    jaxmoe pretrain qwen3_30b_a3b
 
     Eight accelerators of 140 GB or more; not run yet.
     """
@@ -79,7 +79,7 @@ def qwen3_30b_a3b() -> PretrainConfig:
 def deepseek_v2_lite() -> PretrainConfig:
     """DeepSeek-V2-Lite: 15.7e9 parameters, 2.66e9 active, 6 of 64 experts and 2 shared.
 
-    python -m experiments.pretrain deepseek_v2_lite
+    jaxmoe pretrain deepseek_v2_lite
 
     Four accelerators of 140 GB or more; not run yet.
     """
@@ -90,7 +90,7 @@ def deepseek_v2_lite() -> PretrainConfig:
 def gpt_oss_20b() -> PretrainConfig:
     """gpt-oss-20b: 20.9e9 parameters, 4.19e9 active, 4 of 32 experts.
 
-    python -m experiments.pretrain gpt_oss_20b
+    jaxmoe pretrain gpt_oss_20b
 
     Four accelerators of 140 GB or more; not run yet.
     """
@@ -101,7 +101,7 @@ def gpt_oss_20b() -> PretrainConfig:
 def glm_4_5_air() -> PretrainConfig:
     """GLM-4.5-Air: 107e9 parameters, 13.4e9 active, 8 of 128 experts and one shared.
 
-    python -m experiments.pretrain glm_4_5_air
+    jaxmoe pretrain glm_4_5_air
 
     32 accelerators of 140 GB or more; not run yet.
     """
@@ -112,7 +112,7 @@ def glm_4_5_air() -> PretrainConfig:
 def gpt_oss_120b() -> PretrainConfig:
     """gpt-oss-120b: 117e9 parameters, 5.71e9 active, 4 of 128 experts.
 
-    python -m experiments.pretrain gpt_oss_120b
+    jaxmoe pretrain gpt_oss_120b
 
     32 accelerators of 140 GB or more; not run yet.
     """
@@ -123,7 +123,7 @@ def gpt_oss_120b() -> PretrainConfig:
 def minimax_m2() -> PretrainConfig:
     """MiniMax-M2: 229e9 parameters, 11.0e9 active, 8 of 256 experts.
 
-    python -m experiments.pretrain minimax_m2
+    jaxmoe pretrain minimax_m2
 
     64 accelerators of 140 GB or more; not run yet.
     """
@@ -134,7 +134,7 @@ def minimax_m2() -> PretrainConfig:
 def qwen3_235b_a22b() -> PretrainConfig:
     """Qwen3-235B-A22B: 235e9 parameters, 22.2e9 active, 8 of 128 experts.
 
-    python -m experiments.pretrain qwen3_235b_a22b
+    jaxmoe pretrain qwen3_235b_a22b
 
     64 accelerators of 140 GB or more; not run yet.
     """
@@ -145,7 +145,7 @@ def qwen3_235b_a22b() -> PretrainConfig:
 def deepseek_v3() -> PretrainConfig:
     """DeepSeek-V3: 671e9 parameters, 37.6e9 active, 8 of 256 experts and one shared.
 
-    python -m experiments.pretrain deepseek_v3
+    jaxmoe pretrain deepseek_v3
 
     128 accelerators of 140 GB or more; not run yet.
     """
@@ -156,7 +156,7 @@ def deepseek_v3() -> PretrainConfig:
 def qwen3_next_80b_a3b() -> PretrainConfig:
     """Qwen3-Next-80B-A3B: 79.7e9 parameters, 3.87e9 active, 10 of 512 experts and one shared.
 
-    python -m experiments.pretrain qwen3_next_80b_a3b
+    jaxmoe pretrain qwen3_next_80b_a3b
 
     Three layers of four have a Gated DeltaNet in place of attention. 16 accelerators of 140 GB or
     more; not run yet.

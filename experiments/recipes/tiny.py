@@ -32,7 +32,7 @@ from jaxmoe.scaling import BasePoint, HyperPConfig
 def tiny() -> PretrainConfig:
     """The source of Python's standard library, byte level, on a laptop's CPU.
 
-    python -m experiments.pretrain
+    jaxmoe pretrain
 
     2 CPU cores: a minute of training, 2.00 bits per byte held out; counts of 3 bytes reach 2.11.
     """

@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.rl`: trains a model on the rewards of its own answers."""
+"""`jaxmoe rl`: trains a model on the rewards of its own answers."""

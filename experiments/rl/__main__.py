@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a model on the rewards of its own answers (GRPO and its variants).
 
-    python -m experiments.rl MODEL reward:arithmetic
-    python -m experiments.rl MODEL reward:arithmetic --rl.group 8 \\
+    jaxmoe rl MODEL reward:arithmetic
+    jaxmoe rl MODEL reward:arithmetic --rl.group 8 \\
         --rl.prompts 32 --training.steps 200 --objective.beta 0.02 --objective.advantage rloo
-    python -m experiments.rl MODEL reward:arithmetic adapter:lora
-    python -m experiments.rl MODEL --rl.epochs 1 --rl.minibatches 4
+    jaxmoe rl MODEL reward:arithmetic adapter:lora
+    jaxmoe rl MODEL --rl.epochs 1 --rl.minibatches 4
 
 Each step draws groups of answers from the model as it is, scores them, and trains on them: twice by
 default (`--rl.epochs`), each time in one update (`--rl.minibatches`). Where all answers to all
@@ -83,7 +83,7 @@ def main(argv: Sequence[str], *, age: float = 0.0) -> int:
         argv: Arguments of the command line.
         age: Seconds that the process has spent on this run before the call.
     """
-    prog = "python -m experiments.rl"
+    prog = "jaxmoe rl"
     description = with_about(__doc__, INITIAL)
     arguments = with_model([_long(word) for word in argv], INITIAL)
     with flags.exit_on_bad_configuration():

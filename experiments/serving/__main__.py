@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares policies of serving on simulated instances and traces, and puts load on a server.
 
-    python -m experiments.serving simulate [--preset qwen3_30b_a3b --chip h100] [--rates 4 8 12]
-    python -m experiments.serving caches --run.directory RUN [--capacity 0.25 0.5]
-    python -m experiments.serving advise [--preset qwen3_30b_a3b --chip h100]
-    python -m experiments.serving load --url http://127.0.0.1:8000 [--workload.rate 4]
+    jaxmoe serving simulate [--preset qwen3_30b_a3b --chip h100] [--rates 4 8 12]
+    jaxmoe serving caches --run.directory RUN [--capacity 0.25 0.5]
+    jaxmoe serving advise [--preset qwen3_30b_a3b --chip h100]
+    jaxmoe serving load --url http://127.0.0.1:8000 [--workload.rate 4]
 
 To add a command: `experiments/serving/__main__.py` (a line in `COMMANDS`), and a file with `main`
 beside it.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advises on pages, batch, memory, several answers, stages and phases, with the deciding numbers.
 
-    python -m experiments.serving advise
-    python -m experiments.serving advise --preset mixtral_8x7b --chip h200 --chips 2
-    python -m experiments.serving advise --instances 4 --ttft 0.5 --tpot 0.03
+    jaxmoe serving advise
+    jaxmoe serving advise --preset mixtral_8x7b --chip h200 --chips 2
+    jaxmoe serving advise --instances 4 --ttft 0.5 --tpot 0.03
 
 By a roofline, nothing is run. The tables:
 
@@ -123,7 +123,7 @@ class AdviseConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.serving advise"
+    prog = "jaxmoe serving advise"
     config = cli.parse_flags(AdviseConfig(), argv, prog, __doc__ or "")
     started = time.perf_counter()
     with cli.exit_on_bad_configuration():

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays the experts that a run uses on caches of some of them, beside Belady's bound.
 
-    python -m experiments.serving caches --run.directory runs/pretrain/tiny --capacity 0.25 0.5
-    python -m experiments.serving caches --trace runs/routers/short/traces/mixtral.npz \\
+    jaxmoe serving caches --run.directory runs/pretrain/tiny --capacity 0.25 0.5
+    jaxmoe serving caches --trace runs/routers/short/traces/mixtral.npz \\
         --expert_parameters 100000
-    python -m experiments.serving caches --run.directory runs/pretrain/tiny \\
+    jaxmoe serving caches --run.directory runs/pretrain/tiny \\
         --category.quota 0.2 --category.terms 0:quota=0.05,lifetime=4
 
 A device holds a share of all experts of a model, the others lie in host memory. Each step meets
@@ -108,7 +108,7 @@ class CachesConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.serving caches"
+    prog = "jaxmoe serving caches"
     config = cli.parse_flags(CachesConfig(), argv, prog, __doc__ or "")
     started = time.perf_counter()
     with cli.exit_on_bad_configuration():

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends a workload to an endpoint over HTTP, and reports latency and goodput.
 
-    python -m experiments.serving load --url http://127.0.0.1:8000
-    python -m experiments.serving load workload:gamma --workload.rate 4 --requests 200 \\
+    jaxmoe serving load --url http://127.0.0.1:8000
+    jaxmoe serving load workload:gamma --workload.rate 4 --requests 200 \\
         --slo.ttft 1 --slo.tpot 0.1
-    python -m experiments.serving load workload:file --workload.path BurstGPT_1.csv
+    jaxmoe serving load workload:file --workload.path BurstGPT_1.csv
 
 Any endpoint with OpenAI's completions will do; a key comes from JAXMOE_API_KEY. Prompts are random
 token ids below `--vocab`, or letters. Later turns of a session repeat the answer of the workload,
@@ -89,7 +89,7 @@ class LoadConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.serving load"
+    prog = "jaxmoe serving load"
     config = cli.parse_flags(LoadConfig(), argv, prog, __doc__ or "")
     with cli.exit_on_bad_configuration():
         start_process(needs_devices=False)

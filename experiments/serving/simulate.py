@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates policies of batching, dispatch, retention and scaling, and compares their goodput.
 
-    python -m experiments.serving simulate
-    python -m experiments.serving simulate --batching split_fuse prefill_first --rates 8 12
-    python -m experiments.serving simulate --instances 4 --dispatch round_robin least_loaded
-    python -m experiments.serving simulate --instances 8 --dispatch pd_serve prfaas saga
-    python -m experiments.serving simulate --instances 8 --scaling fixed slo:interval=2 polca
-    python -m experiments.serving simulate workload:file --workload.path BurstGPT_1.csv
-    python -m experiments.serving simulate --run.directory runs/pretrain/tiny
+    jaxmoe serving simulate
+    jaxmoe serving simulate --batching split_fuse prefill_first --rates 8 12
+    jaxmoe serving simulate --instances 4 --dispatch round_robin least_loaded
+    jaxmoe serving simulate --instances 8 --dispatch pd_serve prfaas saga
+    jaxmoe serving simulate --instances 8 --scaling fixed slo:interval=2 polca
+    jaxmoe serving simulate workload:file --workload.path BurstGPT_1.csv
+    jaxmoe serving simulate --run.directory runs/pretrain/tiny
 
 A policy's own fields stand behind its name: NAME:FIELD=VALUE,FIELD=VALUE. By default `slo` and
 `elastic_experts` decide every 60 seconds: in a shorter workload, give them a shorter interval.
@@ -170,7 +170,7 @@ class SimulateConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    prog = "python -m experiments.serving simulate"
+    prog = "jaxmoe serving simulate"
     config = cli.parse_flags(SimulateConfig(), argv, prog, __doc__ or "")
     started = time.perf_counter()
     with cli.exit_on_bad_configuration():

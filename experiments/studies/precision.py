@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares training with products in 8 bits and in full precision, on the same batches.
 
-    python -m experiments.precision [--seeds 8] [--steps 500] [--arms full int8-2 float8-1]
+    jaxmoe precision [--seeds 8] [--steps 500] [--arms full int8-2 float8-1]
 
 An arm is `full`, or the dtype and the level of HALO (`jaxmoe/precision.py`); level 0 does not
 rotate. Every arm has the same initial values and batches, seed by seed. Compared are the held-out

@@ -118,7 +118,7 @@ def run_study(
     """Run the command of a study.
 
     Args:
-        command: Name of the command: `routers` of `python -m experiments.routers`.
+        command: Name of the command: `routers` of `jaxmoe routers`.
         recipes: Functions that return a config, by name.
         argv: Arguments of the command.
         description: Text of `--help`.
@@ -130,9 +130,7 @@ def run_study(
     Returns:
         The exit code.
     """
-    recipe, config = flags.parse(
-        recipes, "short", argv, f"python -m experiments.{command}", description
-    )
+    recipe, config = flags.parse(recipes, "short", argv, f"jaxmoe {command}", description)
     with flags.exit_on_bad_configuration():
         start_process()
         require("matplotlib.figure")  # an early error: trials take many minutes

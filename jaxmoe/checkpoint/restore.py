@@ -5,7 +5,7 @@
     params = restore_part(directory, {"params": shapes})["params"]     # without optimiser state
     state = restore_part(directory, target, mapping=[Rename("model/{p...}", "params/{p}")])
 
-Arrays have their names of the manifest, which `experiments.checkpoint inspect` shows. Each is read
+Arrays have their names of the manifest, which `jaxmoe checkpoint inspect` shows. Each is read
 directly to the target's sharding; merged arrays are assembled on the host, one at a time.
 Arrays that the target does not name are not read. Arrays are compared with their fingerprints after
 reading. Dtypes are cast only with `is_cast_allowed`.

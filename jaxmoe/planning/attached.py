@@ -70,7 +70,7 @@ def memory_warning(plan: StepPlan, devices: Sequence[Any]) -> str:
     return (
         f"this run will probably not fit: a train step needs about {_gigabytes(needed)} on {each}"
         f" ({parts}), and {owner} {_gigabytes(available)}. Choose a smaller model, more"
-        " training.accumulation, execution.remat=full or more devices; `experiments.plan` finds a"
+        " training.accumulation, execution.remat=full or more devices; `jaxmoe plan` finds a"
         " mesh"
     )
 

@@ -16,9 +16,9 @@
         partition.npz      centroids of the parts of the documents, with data.partition
         skipped.json       rows that rollbacks have skipped
         lineage.json       how the run was extended, or which run it began from
-        bad_data/          the batches of refused steps, and results of experiments.replay
+        bad_data/          the batches of refused steps, and results of jaxmoe replay
         goodput.jsonl      seconds of each start, by kind
-        resize.json        a request for another mesh (experiments.resize); answers: resizes.json
+        resize.json        a request for another mesh (jaxmoe resize); answers: resizes.json
         summary.json       the numbers of the finished (or stopped) run
         profile/           the trace of --profile.steps
         trials.jsonl       of a comparison: one object per finished trial

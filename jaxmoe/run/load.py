@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a trained run: its configuration, data and the state of a checkpoint.
 
-The weights may have been quantised since (`experiments.checkpoint convert`): there is no optimiser
+The weights may have been quantised since (`jaxmoe checkpoint convert`): there is no optimiser
 state then, and the run serves inference only. A directory of a Hugging Face model is opened as such
 a run, at step 0, and nothing is written into it.
 """

@@ -3,7 +3,7 @@
 """Rolls a run back to a checkpoint when too many steps in a row were refused.
 
     refused   steps b-k+1 .. b, each of which changed nothing (k = training.guard.max_skipped)
-    dumped    their batches, to bad_data/ (`experiments.replay` analyses them)
+    dumped    their batches, to bad_data/ (`jaxmoe replay` analyses them)
     restored  the newest valid checkpoint that has read none of them, or the initial state
     skipped   their rows, once: step b-k+1 reads what step b+1 would have read
 
@@ -41,6 +41,7 @@ import numpy as np
 
 from jaxmoe.data import Batch, Loader
 from jaxmoe.disk import DiskGuard, replace_file
+from jaxmoe.messages import command_line
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.restore import Continuation
@@ -177,6 +178,6 @@ def rollback_message(
     return (
         f"rolled back to {back}: steps {first} to {last} were refused, and their data are skipped"
         f" before step {first} (rollback {len(windows)} of at most"
-        f" {assembly.plan.config.training.step_guard.rollbacks}); look into it with python -m"
-        f" experiments.replay {directory.path} --step {first}"
+        f" {assembly.plan.config.training.step_guard.rollbacks}); look into it with"
+        f" {command_line('replay', directory.path, '--step', first)}"
     )

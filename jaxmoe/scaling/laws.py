@@ -25,7 +25,7 @@ Provenance of the defaults (arXiv 2603.28743, its published tables; ArchScale at
                       one seed. Not measured below depth 8.
 
 No sweep of the paper varies width alone: it is 128 L throughout. Below the base point in any number
-every law is an extrapolation; `experiments.transfer` measures it.
+every law is an extrapolation; `jaxmoe transfer` measures it.
 
 To add a law: a factor that is 1 at the base point, and its exponent as a field of the records of
 the parameterisations that follow it, both in `jaxmoe/scaling/laws.py`.

@@ -172,6 +172,6 @@ def check_ratio(ratio: float | None, name: str = "max_norm_ratio") -> None:
     """
     if ratio is not None and not 1 < ratio < math.inf:
         raise ValueError(
-            f"{name}={ratio} must be above 1 (experiments.pretrain has 30), or None to accept every"
+            f"{name}={ratio} must be above 1 (jaxmoe pretrain has 30), or None to accept every"
             " finite step"
         )

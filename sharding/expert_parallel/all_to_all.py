@@ -57,7 +57,7 @@ class AllToAllConfig(Dispatcher):
     experts_keep: ExpertsKeep = "received"
     """received: the backward pass finds the rows that arrived; inputs: they are sent again."""
     token_tables: str | None = None
-    """File of `experiments.place --tables`, the same on every host, by which tokens first move to
+    """File of `jaxmoe place --tables`, the same on every host, by which tokens first move to
     the device that probably holds their experts; None: they stay."""
 
     def __post_init__(self):

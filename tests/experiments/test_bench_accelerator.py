@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.bench accelerator`: parts in processes, their limits, and the table."""
+"""`jaxmoe bench accelerator`: parts in processes, their limits, and the table."""
 
 import json
 import pathlib

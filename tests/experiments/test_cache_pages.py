@@ -13,7 +13,7 @@ from sharding.sequence_parallel import WHOLE_CACHE, PageSelectionConfig
 
 
 def selection(*words):
-    config = parse_flags(EvaluateConfig(), list(words), "python -m experiments.evaluate", "E.")
+    config = parse_flags(EvaluateConfig(), list(words), "jaxmoe evaluate", "E.")
     return part_of_cache(config.reading, config.cache_pages)
 
 

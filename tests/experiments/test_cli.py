@@ -46,7 +46,7 @@ RECIPES = {"tiny": tiny, "late_softmax": late_softmax}
 
 
 def run(*argv):
-    return parse(RECIPES, "tiny", argv, "python -m experiments.pretrain", "Trains a model.")
+    return parse(RECIPES, "tiny", argv, "jaxmoe pretrain", "Trains a model.")
 
 
 def moe(*argv):
@@ -202,7 +202,7 @@ def test_help_of_a_group_follows_the_choices(capsys):
 
 def parts(*argv):
     recipes = {"default": PretrainConfig}
-    return parse(recipes, "default", argv, "python -m experiments.pretrain", "Trains.")[1].parts
+    return parse(recipes, "default", argv, "jaxmoe pretrain", "Trains.")[1].parts
 
 
 def test_a_flag_of_a_part_adds_it():
@@ -299,8 +299,7 @@ def test_unknown_field(capsys):
         "error: there is no flag --model.moe.topk: did you mean --model.moe.top_k?\n"
     )
     assert refused(capsys, "--zzz", "3") == (
-        "error: there is no flag --zzz: python -m experiments.pretrain --help-all lists all of"
-        " them\n"
+        "error: there is no flag --zzz: jaxmoe pretrain --help-all lists all of them\n"
     )
 
 
@@ -356,7 +355,7 @@ def test_commands_without_recipes():
     class Evaluate:
         directory: str = "runs/pretrain/tiny"
 
-    given = parse_flags(Evaluate(), ["--directory", "x"], "python -m experiments.evaluate", "E.")
+    given = parse_flags(Evaluate(), ["--directory", "x"], "jaxmoe evaluate", "E.")
     assert given == Evaluate(directory="x")
 
 

@@ -100,8 +100,7 @@ def test_extension_is_explicit_and_recorded(begun, capsys):
     with pytest.raises(ValueError) as refused:
         _check(directory, longer, extends=False)
     assert str(refused.value).endswith(
-        f"or extend the run: python -m experiments.pretrain resume {directory.path}"
-        " --training.steps 200"
+        f"or extend the run: jaxmoe pretrain resume {directory.path} --training.steps 200"
     )
     assert not directory.lineage_file.exists()
     _check(directory, longer, extends=True)
@@ -146,7 +145,7 @@ def test_a_checkpoint_with_another_config_than_config_json_is_refused(begun):
         f"{directory.config_file} is not the config with which step 50 was trained:\n"
         f"  optimizer.learning_rate: {old} in the checkpoint, 0.5 in config.json\n"
         f"write the values of the checkpoint into {directory.config_file}, or say which ones shall"
-        f" hold: python -m experiments.pretrain resume {directory.path}"
+        f" hold: jaxmoe pretrain resume {directory.path}"
         f" --optimizer.learning_rate {old}"
     )
     _check_saved(directory, other, saved, frozenset({"optimizer.learning_rate"}))
@@ -209,10 +208,10 @@ def test_extension_refuses_what_the_state_belongs_to(begun, name):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["resume"], "resume needs a run directory: python -m experiments.pretrain resume runs"),
+        (["resume"], "resume needs a run directory: jaxmoe pretrain resume runs"),
         (["resume", "{run}/none"], "none holds no run"),
         (["resume", "{run}", "--run.directory", "x"], "run.directory=x is another: leave it out"),
-        (["{run}"], "is a run: continue it with python -m experiments.pretrain resume /"),
+        (["{run}"], "is a run: continue it with jaxmoe pretrain resume /"),
         (["branch", "{run}"], "a branch is a new run: give it a name"),
         (["branch", "{run}", "--run.directory", "{run}"], "holds the run that is branched"),
         (["branch", "{run}", "--run.directory", "{run}-2"], "holds no checkpoint"),

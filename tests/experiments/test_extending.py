@@ -94,18 +94,20 @@ def test_an_entry_point_that_is_no_member_names_its_package(site):
     assert "the package nearest-experts adds 'ruoter.nearest' to jaxmoe.catalog" in answer.stderr
 
 
-_COMMANDS = [
-    line.split()[2:] for line in PAGE.splitlines() if line.startswith("python -m experiments")
-]
+_COMMANDS = [line.split()[1:] for line in PAGE.splitlines() if line.startswith("jaxmoe pretrain")]
 
 
 @pytest.mark.slow
 def test_a_router_and_an_optimiser_of_an_installed_package_train_and_resume(site, tmp_path):
-    module, *flags = _COMMANDS[0]
+    command, *flags = _COMMANDS[0]
     directory = tmp_path / "run"
-    first = _python(site, "-m", module, *flags, *SMALL, "--run.directory", str(directory))
+    first = _python(
+        site, "-m", "experiments", command, *flags, *SMALL, "--run.directory", str(directory)
+    )
     assert first.returncode == 0, first.stderr
-    more = _python(site, "-m", module, "resume", str(directory), "--training.steps", "3")
+    more = _python(
+        site, "-m", "experiments", command, "resume", str(directory), "--training.steps", "3"
+    )
     assert more.returncode == 0, more.stderr
     assert json.loads((directory / "summary.json").read_text())["steps"] == 3
     config = json.loads((directory / "config.json").read_text())
@@ -116,14 +118,18 @@ def test_a_router_and_an_optimiser_of_an_installed_package_train_and_resume(site
 
 @pytest.mark.slow
 def test_gradients_and_a_run_part_of_an_installed_package_train_and_resume(site, tmp_path):
-    module, *flags = _COMMANDS[1]
+    command, *flags = _COMMANDS[1]
     directory = tmp_path / "run"
-    first = _python(site, "-m", module, *flags, *SMALL, "--run.directory", str(directory))
+    first = _python(
+        site, "-m", "experiments", command, *flags, *SMALL, "--run.directory", str(directory)
+    )
     assert first.returncode == 0, first.stderr
     config = json.loads((directory / "config.json").read_text())
     assert config["training"]["gradients"]["kind"] == "noisy"
     assert config["parts"] == [{"kind": "norms", "every": 1}]
-    more = _python(site, "-m", module, "resume", str(directory), "--training.steps", "3")
+    more = _python(
+        site, "-m", "experiments", command, "resume", str(directory), "--training.steps", "3"
+    )
     assert more.returncode == 0, more.stderr
     logged = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     norms = {one["step"]: one["parameters/norm"] for one in logged if "parameters/norm" in one}

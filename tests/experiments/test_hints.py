@@ -95,7 +95,7 @@ WORDS = {
         tool_call_parser: --tool_parser
         lora_modules: --adapters NAME=RUN
         chat_template: --template
-        quantization: convert the run first: python -m experiments.checkpoint convert --help
+        quantization: convert the run first: jaxmoe checkpoint convert --help
         temperature: a request says it: {"temperature": 0.5}
     """,
     "generate": """
@@ -118,7 +118,7 @@ WORDS = {
         runs: the model is the first word
         dataset: --data.path
         seq_len: --sequence_length
-        tasks: tasks are those of python -m experiments.evaluate_tasks
+        tasks: tasks are those of jaxmoe evaluate_tasks
     """,
     "evaluate_tasks": """
         model_args: the model is the first word
@@ -149,7 +149,7 @@ def fields():
 
 @pytest.mark.parametrize(("command", "wrong", "right"), ROWS)
 def test_a_wrong_word_is_answered_with_the_right_one(command, wrong, right, capsys):
-    prog = f"python -m experiments.{command}"
+    prog = f"jaxmoe {command}"
     with pytest.raises(SystemExit) as stop:
         parse_flags(STARTS[command](), [long_word(f"--{wrong}"), "7"], prog, "about")
     error = capsys.readouterr().err

@@ -241,7 +241,7 @@ REFUSED = {
         "tpu_vm",
         {"accelerator_type": "v4-12"},
     ),
-    'command is empty: give it, such as "python -m experiments.pretrain"': (
+    'command is empty: give it, such as "jaxmoe pretrain"': (
         "slurm",
         {"command": " "},
     ),
@@ -323,16 +323,13 @@ def test_names_that_no_cluster_takes_are_refused():
 def test_the_command(tmp_path, capsys):
     directory = tmp_path / "files"
     arguments = ("--run.directory", str(directory), "cluster:slurm", "--cluster.nodes", "2")
-    assert launch.main([*arguments, "--command", "python -m experiments.pretrain d8"]) == 0
+    assert launch.main([*arguments, "--command", "jaxmoe pretrain d8"]) == 0
     printed = capsys.readouterr().out
     assert f"wrote {directory / 'job.sbatch'}" in printed and "2 hosts, 16 processes" in printed
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["status"], summary["cluster"], summary["hosts"]) == ("done", "slurm", 2)
     assert summary["start"] == f"sbatch {directory}/job.sbatch"
-    assert (
-        "srun --kill-on-bad-exit=0 python -m experiments.pretrain d8"
-        in (directory / "job.sbatch").read_text()
-    )
+    assert "srun --kill-on-bad-exit=0 jaxmoe pretrain d8" in (directory / "job.sbatch").read_text()
 
 
 def test_a_second_launch_replaces_nothing_silently(tmp_path, capsys):
@@ -352,9 +349,7 @@ def test_a_second_launch_replaces_nothing_silently(tmp_path, capsys):
 
 @pytest.mark.parametrize("index", range(5))
 def test_the_examples_of_the_help_work(index, tmp_path, monkeypatch, capsys):
-    examples = re.findall(
-        r"^    python -m experiments.launch ((?:.*\\\n)*.*)", launch.__doc__ or "", re.M
-    )
+    examples = re.findall(r"^    jaxmoe launch ((?:.*\\\n)*.*)", launch.__doc__ or "", re.M)
     assert len(examples) == 5
     words = shlex.split(examples[index].replace("\\\n", " "))
     started = []

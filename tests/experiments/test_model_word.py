@@ -111,7 +111,7 @@ def test_a_model_of_another_library_is_what_convert_makes_a_run_of(folder, capsy
 
 def test_a_model_behind_a_flag_is_answered_with_its_place(folder, capsys):
     code, message = ended(generate.main, ["--length", "3", DEMO], capsys)
-    assert code == 2 and "a model is the first word, python -m experiments.generate" in message
+    assert code == 2 and "a model is the first word, jaxmoe generate" in message
 
 
 def test_a_report_without_runs_is_of_the_demo(folder, capsys):

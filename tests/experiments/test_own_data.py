@@ -278,4 +278,4 @@ def test_unknown_data_command_is_refused(capsys, words):
     with pytest.raises(SystemExit) as stop:
         data.main(words)
     assert stop.value.code == 2
-    assert "experiments.data has one command, inspect" in capsys.readouterr().err
+    assert "jaxmoe data has one command, inspect" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_tables_that_cannot_be_written_are_refused(more, message, tmp_path, monk
 def documented(text=place.__doc__):
     """Commands in a text, in order, as (module, flags); in the docstring of `place` by default."""
     text = re.sub(r"\\\n\s+", "", text)
-    lines = re.findall(r"^ *python -m experiments\.(\w+) (.+)$", text, re.MULTILINE)
+    lines = re.findall(r"^ *jaxmoe (\w+) (.+)$", text, re.MULTILINE)
     return [(name, shlex.split(words)) for name, words in lines]
 
 

@@ -259,7 +259,7 @@ def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_state(tmp
     first, last = map(int, re.findall(r"steps (\d+) to (\d+) changed nothing", warnings[0])[0])
     assert last == first + 2 and warnings[0].endswith("(3 in a row)")
     assert f"error: diverged: steps {first} to {last} were refused" in errors
-    resume = f"python -m experiments.pretrain resume {tmp_path / 'run'}"
+    resume = f"jaxmoe pretrain resume {tmp_path / 'run'}"
     assert f"{resume} --optimizer.learning_rate 3.3e+37 goes on from the start" in errors
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
 

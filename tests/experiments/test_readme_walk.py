@@ -8,38 +8,31 @@ says the next one. Tasks of the harness need a network: the last `--tasks` count
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 
 import httpx2 as httpx
 import pytest
 
-from experiments.cli.following import after_conversion, after_training, client
+from experiments.cli.following import (
+    after_conversion,
+    after_evaluation,
+    after_report,
+    after_training,
+    client,
+)
 from experiments.recipes.markov import markov
+from experiments.recipes.tiny import tiny
 from tests.experiments.test_walk import QUIET, SIZES
+from tests.support.documented import CHATS, TASK, environment, shell_lines
 from tests.support.runs import ROOT
 
 STEPS = ("--training.steps", "2", "--schedule.warmup_steps", "0")
 HELD_OUT = ("--evaluation.batches", "1", "--evaluation.every", "0")
 ANSWERS = ("--rl.group", "2", "--rl.prompts", "2", "--rl.max_tokens", "4")
 ENGINE = ("--engine.max_sequences", "2", "--engine.pieces", "1x128", "--engine.num_logprobs", "0")
-CHATS = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(40)]
-TASK = """\
-task: sums
-dataset_path: json
-dataset_name: null
-test_split: train
-dataset_kwargs: {{data_files: {file}}}
-output_type: multiple_choice
-doc_to_text: "{{{{prompt}}}}"
-doc_to_choice: ["{{{{completion}}}}", "no"]
-doc_to_target: 0
-metric_list: [{{metric: acc}}]
-"""
 
 
 def small(command, folder):
@@ -58,11 +51,13 @@ def small(command, folder):
 
 def commands():
     """The lines of the README, `make demo` first, as words."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = next(part for part in text.split("```") if "experiments.finetune runs/" in part)
+    lines = shell_lines((ROOT / "README.md").read_text(encoding="utf-8"))
+    first = next(i for i, line in enumerate(lines) if line.startswith("jaxmoe finetune runs/"))
+    last = next(i for i, line in enumerate(lines) if line.startswith("curl "))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     demo = re.search(r"^demo:.*\n\t\$\(BIN\)/(.*)$", makefile, re.MULTILINE).group(1)
-    return [shlex.split(line) for line in (demo, *block.splitlines()[1:])]
+    assert demo == "python -m experiments.pretrain"
+    return [shlex.split(line) for line in ("jaxmoe pretrain", *lines[first : last + 1])]
 
 
 def begin(words):
@@ -72,7 +67,7 @@ def begin(words):
 
 
 def test_the_readme_goes_from_the_demo_to_a_client():
-    names = [words[2].removeprefix("experiments.") for words in commands()[:-1]]
+    names = [words[1] for words in commands()[:-1]]
     assert names == [
         *("pretrain", "finetune", "generate", "checkpoint", "rl", "evaluate_tasks"),
         *("checkpoint", "serve"),
@@ -87,20 +82,13 @@ def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path):
     (tmp_path / "tasks").mkdir()
     task = TASK.format(file=tmp_path / "chats.jsonl")
     (tmp_path / "tasks" / "sums.yaml").write_text(task)
-    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-    places = {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    environment = os.environ | offline | places
+    variables = environment(HF_HOME=str(tmp_path / "cache"))
     *walk, asking = commands()
     for words, following in zip(walk[:-1], walk[1:], strict=True):
-        command = [
-            sys.executable,
-            *words[1:],
-            *small(words[2].removeprefix("experiments."), tmp_path),
-        ]
         done = subprocess.run(
-            command,
+            [*words, *small(words[1], tmp_path)],
             cwd=tmp_path,
-            env=environment,
+            env=variables,
             input="1+5=\n",
             capture_output=True,
             text=True,
@@ -110,11 +98,11 @@ def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path):
         said = shlex.split(done.stderr.splitlines()[-1])
         wanted = ["next:", *begin(following)]
         assert said[: len(wanted)] == wanted, (words, said)
-    serving = [sys.executable, *walk[-1][1:], *small("serve", tmp_path)]
+    serving = [*walk[-1], *small("serve", tmp_path)]
     with subprocess.Popen(
         serving,
         cwd=tmp_path,
-        env=environment,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -135,8 +123,12 @@ def test_the_commands_of_the_readme_run_one_after_the_other(tmp_path):
 
 def test_what_follows_depends_on_what_was_made():
     plain = markov()
-    assert after_training("pretrain", plain, "a b") == "python -m experiments.evaluate 'a b'"
-    assert after_conversion("quantise", "a").startswith("python -m experiments.generate a --prompt")
+    assert after_training("pretrain", plain, "a b") == "jaxmoe evaluate 'a b'"
+    assert after_conversion("quantise", "a").startswith("jaxmoe generate a --prompt")
+    assert after_evaluation(plain, "a") == "jaxmoe describe --run.directory a"
+    assert after_evaluation(tiny(), "a b") == "jaxmoe generate 'a b' --prompt TEXT"
+    assert after_report({"old": None, "worse": 2.0, "best": 1.5}) == "jaxmoe evaluate best"
+    assert after_report({"old": None}) == "jaxmoe evaluate old"
     for talks, place in ((True, "/v1/chat/completions"), (False, "/v1/completions")):
         words = shlex.split(client("http://h:1/v1", talks=talks))
         assert words[1] == f"http://h:1{place}" and json.loads(words[3])

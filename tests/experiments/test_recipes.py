@@ -39,7 +39,7 @@ def test_a_recipe_fits_its_data(name):
 def test_every_recipe_says_how_it_is_run(name):
     text = RECIPES[name].__doc__
     assert text.splitlines()[0].endswith(".")
-    command = "python -m experiments.pretrain" + ("" if name == "tiny" else f" {name}")
+    command = "jaxmoe pretrain" + ("" if name == "tiny" else f" {name}")
     assert command in [line.strip() for line in text.splitlines()]
 
 

@@ -284,7 +284,7 @@ def test_what_cannot_be_trained_is_refused(message, capsys, tmp_path, monkeypatc
 def test_pretrain_refuses_an_objective_without_answers(capsys):
     with pytest.raises(SystemExit):
         pretrain.main(["tiny", "training.objective:policy_gradient"])
-    assert "train with python -m experiments.rl" in capsys.readouterr().err
+    assert "train with jaxmoe rl" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -261,9 +261,7 @@ def test_a_flag_of_the_output_changes_no_program(tmp_path):
     assert usual == other
 
 
-_ON_H100 = (
-    "python -m experiments.plan d12 --topology gpu:h100:8 --compiles 0 --execution.mesh.data 8"
-)
+_ON_H100 = "jaxmoe plan d12 --topology gpu:h100:8 --compiles 0 --execution.mesh.data 8"
 PLANS = {
     _ON_H100.replace("h100", "mi250x"): (_ON_H100, "step_seconds"),
     _ON_H100.replace("h100", "mi300x"): (_ON_H100, "step_seconds"),
@@ -285,7 +283,7 @@ def test_each_plan_of_a_study_differs_from_another(command, tmp_path):
     beside, figure = PLANS[command]
     found = []
     for words in map(shlex.split, (command, beside)):
-        main, words = (serving.main, words) if words[0] == "advise" else (plan.main, words[3:])
+        main, words = (serving.main, words) if words[0] == "advise" else (plan.main, words[2:])
         main([*words, "--run.directory", str(tmp_path / str(len(found)))])
         summary = json.loads((tmp_path / str(len(found)) / "summary.json").read_text())
         found.append(summary[figure])

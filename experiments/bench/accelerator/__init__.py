@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.bench accelerator`: proves and measures everything on one accelerator."""
+"""`jaxmoe bench accelerator`: proves and measures everything on one accelerator."""

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proves and measures kernels, steps, serving and runs on one accelerator (`bench accelerator`).
 
-    python -m experiments.bench accelerator --minutes 8
-    python -m experiments.bench accelerator --list
-    python -m experiments.bench accelerator --parts proofs step
+    jaxmoe bench accelerator --minutes 8
+    jaxmoe bench accelerator --list
+    jaxmoe bench accelerator --parts proofs step
 
 First everything compiles side by side into one persistent cache, and what is a question of right or
 wrong runs there; then each part measures alone. `accelerator.json` is written after every part, so

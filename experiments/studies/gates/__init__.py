@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.gates`: compares SqrtGate with softmax gates."""
+"""`jaxmoe gates`: compares SqrtGate with softmax gates."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares SqrtGate with softmax gates: does the MoE branch keep its size for every top_k?
 
-    python -m experiments.gates [short | full] [--top_ks 1 4 16 ...] [--axes top_k granularity]
+    jaxmoe gates [short | full] [--top_ks 1 4 16 ...] [--axes top_k granularity]
 
 At every top_k and for both gates: the RMS of the MoE branch's output at initialisation as a mean
 over seeds with its interval, and the correlation of the experts' outputs; after training, the drift

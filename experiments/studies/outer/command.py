@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares methods of low-communication training: bits above the entropy, and bytes on the wire.
 
-    python -m experiments.outer [short | full] [--methods diloco streaming ...] [--workers 4]
+    jaxmoe outer [short | full] [--methods diloco streaming ...] [--workers 4]
 
 Each method trains the same model on the same batches of a language of known entropy, with several
 seeds, paired with those of synchronous training (none). Also: one worker on its share of the

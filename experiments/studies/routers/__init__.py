@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.routers`: compares routing methods on the same data."""
+"""`jaxmoe routers`: compares routing methods on the same data."""

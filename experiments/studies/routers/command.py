@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares routers: every method on the same data and budget, one table and one picture.
 
-    python -m experiments.routers [short | full] [--methods mixtral switch ...]
+    jaxmoe routers [short | full] [--methods mixtral switch ...]
 
 Each method is trained at the baseline's active FLOPs with several seeds, paired with those of the
 baseline, on text (held-out bits per byte) and on disjoint languages (bits above their exact

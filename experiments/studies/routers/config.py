@@ -63,7 +63,7 @@ class RoutersConfig(StudyConfig):
     """Rounds in which a method's step is timed beside the baseline's."""
     trace: tuple[str, ...] = ()
     """Methods whose routing of the held-out text is written to traces/<method>.npz, from the
-    first seed, for `python -m experiments.place --trace`."""
+    first seed, for `jaxmoe place --trace`."""
 
     def __post_init__(self):
         StudyConfig.__post_init__(self)

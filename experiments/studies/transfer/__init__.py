@@ -1,3 +1,3 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m experiments.transfer`: sweeps the learning rate at several sizes."""
+"""`jaxmoe transfer`: sweeps the learning rate at several sizes."""

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sweeps the learning rate at several sizes and reports how far the best one moves.
 
-    python -m experiments.transfer                                        width, within 30 minutes
-    python -m experiments.transfer --arms standard hyperp --axis depth
-    python -m experiments.transfer --points 64 256 --rates 0.002 0.004 0.008 --seeds 5
-    python -m experiments.transfer --check coordinates
+    jaxmoe transfer                                        width, within 30 minutes
+    jaxmoe transfer --arms standard hyperp --axis depth
+    jaxmoe transfer --points 64 256 --rates 0.002 0.004 0.008 --seeds 5
+    jaxmoe transfer --check coordinates
 
 Trains every arm at every point, rate and seed; a parabola in log rate gives the best rate. The same
 command continues. Exit codes: 0 done, 1 check failed, 2 bad flags, 75 and 130 stopped by a signal.

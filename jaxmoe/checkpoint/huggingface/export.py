@@ -333,7 +333,7 @@ def _arrays(model: ModelConfig, params: Any, router_state: Any) -> dict[str, Any
     if elsewhere:
         raise CheckpointError(
             f"{elsewhere[0]} is on devices of several processes, and only one process writes: save"
-            " a checkpoint and convert it in one process (python -m experiments.checkpoint convert"
+            " a checkpoint and convert it in one process (jaxmoe checkpoint convert"
             " --to_huggingface auto)"
         )
     return arrays

@@ -97,7 +97,7 @@ def check_together(name: str, adapter: Adapter | None) -> None:
     Raises:
         ValueError: It is no LoRA, or adapts matrices of experts or of the whole model.
     """
-    way = "serve this run alone, or fold it (experiments.checkpoint convert --fold True)"
+    way = "serve this run alone, or fold it (jaxmoe checkpoint convert --fold True)"
     if adapter is None:
         raise ValueError(f"adapters: {name} names a run without an adapter: name one of finetune")
     if lora_of(adapter) is None or adapter.has_after_step or adapter.moves_base:

@@ -142,7 +142,7 @@ class DiffusionExecutor:
         if request.adapter:
             raise ValueError(
                 f"adapter={request.adapter!r}: a masked-diffusion model is served without adapters:"
-                " serve a run that is folded (experiments.checkpoint convert --fold True)"
+                " serve a run that is folded (jaxmoe checkpoint convert --fold True)"
             )
 
     def run(self, step: EngineStep) -> dict[int, FilledRow]:

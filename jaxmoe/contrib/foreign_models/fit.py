@@ -10,7 +10,7 @@ None of them mentions devices. `fit` makes the mesh, the partition specs (`specs
 step, the order of the examples and the predictions; the losses equal those of one device.
 
 It saves no checkpoint, cannot resume and runs in one process. For these, and for mixtures of
-experts, use `jaxmoe.run.Run` or `experiments.pretrain`.
+experts, use `jaxmoe.run.Run` or `jaxmoe pretrain`.
 """
 
 from __future__ import annotations

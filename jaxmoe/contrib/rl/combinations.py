@@ -18,7 +18,7 @@ ROWS: Final = (
         ),
         unset("rl"),
         "{first} trains on answers and their rewards, and rl is None",
-        "train with python -m experiments.rl",
+        "train with jaxmoe rl",
     ),
     Row(
         is_set("rl"),

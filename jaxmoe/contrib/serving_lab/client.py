@@ -89,7 +89,7 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise ValueError(
                 f"url={self._url} cannot be reached ({_words(error)}): start a server, such as"
-                " python -m experiments.serve, or correct the address"
+                " jaxmoe serve, or correct the address"
             ) from error
         finally:
             connection.close()

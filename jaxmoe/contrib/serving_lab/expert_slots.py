@@ -197,7 +197,7 @@ class ExpertSlots(Offload):
         if model.adapter is not None:
             raise ValueError(
                 f"experts=slots:{self.size}: the model has an adapter, whose parameters are not in"
-                " the slots: convert the run first (experiments.checkpoint convert --fold True)"
+                " the slots: convert the run first (jaxmoe checkpoint convert --fold True)"
             )
         self.store = SlotStore(model, execution, params, self.size, self.policy)
         outside = jax.device_put(_without_experts(params, model))

@@ -55,7 +55,7 @@ def open_snapshots(assembly: Assembly, directory: RunDirectory) -> SnapshotStore
         if jax.process_index() == 0:
             lacking = f"; {SNAPSHOTS} is not set for {int((has == 0).sum())} processes"
             logger.warning(
-                "the part snapshots keeps nothing: start the run with `python -m experiments.launch"
+                "the part snapshots keeps nothing: start the run with `jaxmoe launch"
                 " --supervise`, which keeps snapshots in memory%s",
                 lacking if has.any() else "",
             )

@@ -8,7 +8,7 @@ The file is a compressed .npz (`numpy.load` opens it):
     next_device, next_confidence    [L P]    by the device in the MoE layer below
     num_experts                     [] i64   E, of which every device holds E/P in order
 
-Devices are u8, or u16 from P = 256 on; confidences are f16. `python -m experiments.place --tables`
+Devices are u8, or u16 from P = 256 on; confidences are f16. `jaxmoe place --tables`
 writes it. A step that shuffles contains the tables as constants: 3 bytes for each MoE layer and
 token id.
 """
@@ -79,7 +79,7 @@ class StoredTables:
                     f"execution.dispatcher.token_tables={path!r} is for {size} {subjects[name]},"
                     f" and this run has {expected_sizes[name]}: write the tables of this model"
                     f" and mesh"
-                    " with python -m experiments.place --tables FILE, or leave them out"
+                    " with jaxmoe place --tables FILE, or leave them out"
                 )
 
     def of_layer(self, layer: Int[Array, ""]) -> TokenTables:
@@ -167,7 +167,7 @@ def _load(path: str, changed: int) -> StoredTables:
 def _refusal(path: str | os.PathLike[str], reason: str) -> str:
     return (
         f"execution.dispatcher.token_tables={os.fspath(path)!r} is no file of token tables"
-        f" ({reason}): write one with python -m experiments.place --tables FILE"
+        f" ({reason}): write one with jaxmoe place --tables FILE"
     )
 
 

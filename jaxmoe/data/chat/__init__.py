@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains on the answers of conversations.
 
-    python -m experiments.pretrain tiny data:chat --data.path chats.jsonl
+    jaxmoe pretrain tiny data:chat --data.path chats.jsonl
 
 A record is a conversation in the form of OpenAI, TRL, ShareGPT or Alpaca (`messages.py`). A
 template writes it as tokens, and the loss has the tokens of its answers alone (`render.py`).

@@ -107,7 +107,7 @@ class LinkTable:
         if self.version != VERSION:
             raise ValueError(
                 f"links.version={self.version} is not the version {VERSION} that is read here:"
-                " measure again with python -m experiments.doctor --links"
+                " measure again with jaxmoe doctor --links"
             )
         if not 0 < self.small_bytes < self.large_bytes:
             raise ValueError(
@@ -172,7 +172,7 @@ class LinkTable:
         except OSError as error:
             raise ValueError(
                 f"links={path} cannot be read ({error.strerror}): write it with"
-                " python -m experiments.doctor --links"
+                " jaxmoe doctor --links"
             ) from error
         if not isinstance(data, dict) or not isinstance(data.get("links"), list):
             raise ValueError(f"links={path} is not a table of links: it has no list 'links'")

@@ -18,7 +18,7 @@ def linked_chip(chip: Chip, table: LinkTable) -> Chip:
 
     Args:
         chip: Properties of each device.
-        table: Table of `python -m experiments.doctor --links`.
+        table: Table of `jaxmoe doctor --links`.
     """
     rates = [(size.axis, table.axis_rate(size.axis)) for size in table.mesh]
     measured_rates = tuple((axis, rate) for axis, rate in rates if rate is not None)
@@ -31,7 +31,7 @@ def host_bandwidth(table: LinkTable) -> Float[np.ndarray, "H H"]:
     A process is a host of `processes.order`.
 
     Args:
-        table: Table of `python -m experiments.doctor --links --pairs processes`.
+        table: Table of `jaxmoe doctor --links --pairs processes`.
 
     Raises:
         ValueError: Two processes have no measured link.
@@ -48,7 +48,7 @@ def host_bandwidth(table: LinkTable) -> Float[np.ndarray, "H H"]:
         source, target = map(int, np.argwhere(missing)[0])
         raise ValueError(
             f"links: {int(missing.sum())} of {number * (number - 1)} pairs of processes were not"
-            f" measured, such as {source} -> {target}: measure them with python -m"
-            " experiments.doctor --links --pairs processes"
+            f" measured, such as {source} -> {target}: measure them with jaxmoe"
+            " doctor --links --pairs processes"
         )
     return bandwidth

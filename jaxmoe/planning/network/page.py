@@ -45,7 +45,7 @@ class NetworkConfig:
     """Network between the hosts of a plan."""
 
     links: str | None = None
-    """Path of a links.json of `python -m experiments.doctor --links` on these devices; None uses
+    """Path of a links.json of `jaxmoe doctor --links` on these devices; None uses
     nominal rates alone."""
     overlap: float = 0.0
     """Share of the time of products beside which weights are gathered and gradients reduced; 0
@@ -65,7 +65,7 @@ class NetworkConfig:
         elif self.links is None:
             raise ValueError(
                 f"network.hosts={MEASURED} reads the links between processes, and network.links is"
-                " None: name a links.json of python -m experiments.doctor --links --pairs processes"
+                " None: name a links.json of jaxmoe doctor --links --pairs processes"
             )
         if not 0.0 <= self.overlap <= 1.0:
             raise ValueError(f"network.overlap={self.overlap} must be from 0 to 1")

@@ -138,8 +138,7 @@ def load_trace(path: str | os.PathLike[str]) -> RoutingTrace:
             parts = {name: file[name] for name in ("token_ids", "expert_ids", "num_experts")}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{path} is not a routing trace ({error}): write one with"
-            " python -m experiments.routers --trace METHOD"
+            f"{path} is not a routing trace ({error}): write one with jaxmoe routers --trace METHOD"
         ) from error
     token_ids = parts["token_ids"]
     expert_ids = parts["expert_ids"].astype(np.int32)

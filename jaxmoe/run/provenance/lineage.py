@@ -34,7 +34,7 @@ import numpy as np
 from jaxmoe.catalog.run_parts import FILES
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.configs import differences, from_json, to_json, varying_fields
-from jaxmoe.messages import say
+from jaxmoe.messages import command_line, say
 from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import RunPlan, make_plan
@@ -168,10 +168,8 @@ def check_config(
     changes = differences(saved, config, FREE_FIELDS, FIXED_FIELDS)
     refused = differences(saved, config, (*FREE_FIELDS, *EXTENSION_FIELDS), FIXED_FIELDS)
     if changes and not refused and not extends:
-        way_out += (
-            ", or extend the run: python -m experiments.pretrain resume"
-            f" {directory.path} {_flags(saved, config)}"
-        )
+        resume = command_line("pretrain", "resume", directory.path)
+        way_out += f", or extend the run: {resume} {_flags(saved, config)}"
     if not (extends and changes):
         directory.check_config(config, FREE_FIELDS, FIXED_FIELDS, way_out, writes=False)
         return functools.partial(directory.check_config, config, FREE_FIELDS, FIXED_FIELDS, way_out)
@@ -181,8 +179,9 @@ def check_config(
     if config.training.steps < step:
         raise ValueError(
             f"training.steps={config.training.steps} must be at least {step}, the step that the run"
-            " has done: branch from an earlier checkpoint with python -m experiments.pretrain"
-            f" branch {directory.path} --checkpoint.initial.step STEP --run.name NAME"
+            " has done: branch from an earlier checkpoint with"
+            f" {command_line('pretrain', 'branch', directory.path)}"
+            " --checkpoint.initial.step STEP --run.name NAME"
         )
 
     def record() -> None:
@@ -320,7 +319,7 @@ def _show_rates(directory: RunDirectory, before: RunPlan, after: RunPlan, step: 
     way_out = "no checkpoint from before that is left"
     if earlier:
         way_out = (
-            f"to continue from before that: python -m experiments.pretrain branch {directory.path}"
+            f"to continue from before that: {command_line('pretrain', 'branch', directory.path)}"
             f" --checkpoint.initial.step {max(earlier)} --run.name NAME"
         )
     say(f"note     the learning rate had begun to fall, and rises again; {way_out}")
@@ -428,10 +427,8 @@ def _check(
             else f"--{path} {differing[path][0]}"
             for path in refused
         )
-        way_out += (
-            ", or say which ones shall hold: python -m experiments.pretrain resume"
-            f" {directory.path} {flags}"
-        )
+        resume = command_line("pretrain", "resume", directory.path)
+        way_out += f", or say which ones shall hold: {resume} {flags}"
     raise ValueError(
         f"{directory.config_file} is not the config with which step {manifest.step} was trained:\n"
         f"  {shown}\n{way_out}"

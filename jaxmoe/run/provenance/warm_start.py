@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a new run from the parameters, or from the whole state, of another.
 
-    python -m experiments.pretrain --run.name second --checkpoint.initial.path runs/pretrain/tiny
-    python -m experiments.pretrain branch runs/pretrain/tiny --run.name longer --training.steps 900
+    jaxmoe pretrain --run.name second --checkpoint.initial.path runs/pretrain/tiny
+    jaxmoe pretrain branch runs/pretrain/tiny --run.name longer --training.steps 900
 
 The first takes the parameters, by name or by a mapping, from any mesh, and the router state if all
 of it has the same shapes. Optimiser state, step and data position start anew; a message lists what
@@ -35,7 +35,7 @@ from jaxmoe.checkpoint.mapping import MappingRule, plan_mapping, read_rules
 from jaxmoe.checkpoint.restore import restore_part
 from jaxmoe.configs import TAG
 from jaxmoe.fingerprints import fingerprints
-from jaxmoe.messages import say
+from jaxmoe.messages import command_line, say
 from jaxmoe.run.assemble import Assembly
 from jaxmoe.run.config import CheckpointConfig, InitialConfig
 from jaxmoe.run.provenance.lineage import LineageSource, check_branch
@@ -231,7 +231,7 @@ def _of_adapter(
         raise ValueError(
             f"checkpoint.initial.path={config.initial_path} holds another adapter than"
             f" model.adapter, which differ in {differing[0]}: repeat its fields, or fold it"
-            " first, python -m experiments.checkpoint convert --fold True"
+            " first, jaxmoe checkpoint convert --fold True"
         )
     target = {"params": traverse_util.unflatten_dict(factors, sep="/")}
     restored = restore_part(
@@ -270,7 +270,7 @@ def _of_huggingface(assembly: Assembly, state: TrainState) -> tuple[LineageSourc
         raise ValueError(
             f"checkpoint.initial.path={path} holds another model than model:"
             f" {', '.join(differing[:5])} and {max(len(differing) - 5, 0)} more differ: take"
-            f" its own with python -m experiments.finetune {path}"
+            f" its own with {command_line('finetune', path)}"
         )
     replicated = NamedSharding(assembly.mesh, PartitionSpec())
     router_state = jax.device_put(router_state, replicated) if router_state else None

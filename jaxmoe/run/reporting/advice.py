@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jaxmoe.messages import say
+from jaxmoe.messages import command_line, say
 from jaxmoe.run.config import PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporter import TrainResult
@@ -19,10 +19,11 @@ def nothing_to_do(directory: RunDirectory, step: int, config: PretrainConfig) ->
         step: Number of steps done.
         config: Configuration of this start.
     """
+    longer = ("--training.steps", 2 * config.training.steps)
     say(
         f"nothing to do: {directory.path} has done step {step} of {config.training.steps}."
-        " See its report.html, give another --run.name, or train on: python -m experiments.pretrain"
-        f" resume {directory.path} --training.steps {2 * config.training.steps}"
+        " See its report.html, give another --run.name, or train on:"
+        f" {command_line('pretrain', 'resume', directory.path, *longer)}"
     )
     summary = directory.summary() or {}
     return TrainResult(status="done", step=step, checkpoint_step=step, summary=summary)
@@ -65,7 +66,7 @@ def _divergence(
 ) -> str:
     """Return the message about a diverged run."""
     first, last = refused
-    resume = f"python -m experiments.pretrain resume {directory.path}"
+    resume = command_line("pretrain", "resume", directory.path)
     rate = config.optimizer.learning_rate
     training = config.training
     start = "from the start" if checkpoint_step is None else f"from step {checkpoint_step}"
@@ -78,7 +79,7 @@ def _divergence(
     hints = [f"or give {' or '.join(ways)}"] if ways else []
     if config.rl is None:  # batches of answers are not kept
         hints.append(
-            f"the refused batches: python -m experiments.replay {directory.path} --step {first}"
+            f"the refused batches: {command_line('replay', directory.path, '--step', first)}"
         )
     more = "\n" + "; ".join(hints) if hints else ""
     return (

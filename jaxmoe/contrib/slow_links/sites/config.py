@@ -6,7 +6,7 @@
     JAXMOE_ISLAND="member=2 of=4 transport=directory:/shared/run quorum=2 grace=120"
     JAXMOE_ISLANDS_KEY=...       the secret that all sites share
 
-`python -m experiments.launch --islands 4` sets both for sites on one host.
+`jaxmoe launch --islands 4` sets both for sites on one host.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def test_tables_are_saved_and_give_rates(tmp_path):
 
 def test_tables_that_cannot_be_read_are_refused(tmp_path):
     path = tmp_path / "links.json"
-    with pytest.raises(ValueError, match="cannot be read .* experiments.doctor --links"):
+    with pytest.raises(ValueError, match="cannot be read .* jaxmoe doctor --links"):
         LinkTable.load(path)
     path.write_text("[]")
     with pytest.raises(ValueError, match="is not a table of links"):
