@@ -70,7 +70,7 @@ def check_between(**fields: Any) -> None:
         CombinationError: The configs make both choices of a row.
     """
     name, first = next(iter(fields.items()))
-    beside = _RowsBeside(name, first, frozenset(fields))
+    beside = _rows_beside(name, first, frozenset(fields))
     config = types.SimpleNamespace(**fields)
     values = _Values(config)
     for address in dict.fromkeys((*beside.addresses, *_addresses_of(beside.entries, values))):
@@ -145,7 +145,6 @@ def _rows_between(address: str, names: frozenset[str]) -> tuple[Row, ...]:
     return tuple(row for row in rows if row.fields <= names)
 
 
-@functools.lru_cache(maxsize=256)
 class _RowsBeside(dict[str, tuple[Row, ...]]):
     """Rows by address about several fields, whose choices of one config are made."""
 
@@ -165,6 +164,11 @@ class _RowsBeside(dict[str, tuple[Row, ...]]):
     def _leaves_open(self, row: Row) -> bool:
         choices = (choice for choice in (row.first, row.second) if choice.reads == {self.name})
         return all(choice.is_made(self.values_of_config) for choice in choices)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_beside(name: str, config: Any, names: frozenset[str]) -> _RowsBeside:
+    return _RowsBeside(name, config, names)
 
 
 @functools.cache

@@ -260,10 +260,14 @@ class ModelConfig:
         return None if predictor is None else predictor.scan(self.kinds, self.num_moe_layers)
 
     @property
+    def module_stacks(self) -> tuple[LayerStack, ...]:
+        """Stacks of the modules after the last layer."""
+        return () if self.further_scan is None else self.further_scan.stacks
+
+    @property
     def num_router_states(self) -> int:
         """Number of routers with a state, those of modules after the last layer included."""
-        further = () if self.further_scan is None else self.further_scan.stacks
-        return self.num_moe_layers + sum(len(stack.moe_layers) for stack in further)
+        return self.num_moe_layers + sum(len(stack.moe_layers) for stack in self.module_stacks)
 
     @property
     def layer_numbers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

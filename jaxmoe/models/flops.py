@@ -77,12 +77,12 @@ def flops_per_token(
         sequence_length: Positions of a sequence (S).
         left_out: Share of the layers of the longest scan that a token does not pass through.
     """
-    further = () if model.further_scan is None else model.further_scan.stacks
-    stacks = (*model.stacks, *further)
+    stacks = (*model.stacks, *model.module_stacks)
     mixing = sum(stack_mixing_flops(model, stack, sequence_length) for stack in stacks)
     if model.loop is not None:
         mixing += model.loop.flops_per_token(model.embed_dim)
-    heads = sum(stack.num_layers for stack in further)  # each module applies the head as well
+    # Each module applies the head as well.
+    heads = sum(stack.num_layers for stack in model.module_stacks)
     mixing += 6.0 * heads * model.embed_dim * model.vocab_size
     flops = _product_flops(model, table) + mixing
     if not left_out:

@@ -13,6 +13,10 @@ and as much in the backward pass, independent of K and of the load balance. An a
 P T min(K, e) rows with e = E / P experts.
 
 Choose it for few devices with fast links, a large K, or very uneven routing.
+
+`ResidentConfig` is the same without the gather, for serving, which computes one row of tokens that
+no mesh axis cuts: all tokens are on every device. Weights of experts stay where they are and no
+token travels; each device receives 2 (P - 1) / P T D values of the sum.
 """
 
 from __future__ import annotations
@@ -62,3 +66,11 @@ class AllGatherConfig(Dispatcher):
             dropped=outgoing.none_dropped(),
             indices=outgoing.indices_of(sources, targets),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentConfig(AllGatherConfig):
+    """Tokens are whole on every device, sums are added up."""
+
+    name: ClassVar[str] = "resident"
+    traits: ClassVar[DispatcherTraits] = DispatcherTraits(has_whole_tokens=True)

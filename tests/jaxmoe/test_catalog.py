@@ -18,7 +18,7 @@ from jaxmoe.layers.feed_forwards.moe.config import MoEConfig
 from tests.support.source_tree import PACKAGES, ROOT, module_name, modules
 
 UNLISTED = {
-    "sharding.expert_parallel.resident:ResidentConfig",
+    "sharding.expert_parallel.all_gather:ResidentConfig",
     "jaxmoe.checkpoint.huggingface.families.own:OwnFamily",
 }
 """Chosen by decoding for itself, never by a user; what is written where no family fits."""

@@ -25,6 +25,8 @@ REASONS: Final[dict[str, str]] = {
     " multiplies them by factors of their widths, before positions and caches",
     "RowTransform.rows_per_sequence": "caches and FLOPs count the rows of any mixer; streams are"
     " rows, and nothing else tells their number",
+    "Block.setup": "a module of multi-token prediction is a layer with a projection before it and a"
+    " norm behind, built where a layer builds its own",
     # Routing.
     "SelectionBias.init": "every bias has a state, zeros by expert; the one with a histogram keeps"
     " it there, too",
@@ -38,6 +40,8 @@ REASONS: Final[dict[str, str]] = {
     "SequenceParallelism.mesh_fold": "the execution asks any choice for its mesh; rings of each"
     " level need mesh.seq cut in two, again and again",
     # Training.
+    "CausalObjective.prepare": "a step takes its batch as any objective prepares it; tokens further"
+    " ahead are read by multi-token prediction alone",
     "Feed.check": "a feed may need an engine, and refuses before the run directory is taken",
     "Feed.session": "rollouts keep an engine open between the steps of a loop; data need nothing",
     "Feed.train": "rollouts draw, score and take several updates, where data take one",

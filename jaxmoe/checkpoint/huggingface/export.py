@@ -107,8 +107,7 @@ def to_huggingface(
             `model.layers` have several mixers or dense widths; parameters are missing, unexpected
             or of another shape; the directory is not empty, or the disk has not enough space.
     """
-    if not _has_names(model, family):
-        model, params, router_state = _without_modules(model, params, router_state)
+    model, params, router_state = _named_part(model, params, router_state, family)
     described = normal_form(model)
     name = family or _family_name(described)
     if name not in FAMILIES and name != modeling.NAME:
@@ -229,12 +228,14 @@ def _plain(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, options=None if options == ModelOptions() else options)
 
 
-def _without_modules(
-    model: ModelConfig, params: Any, router_state: Any
+def _named_part(
+    model: ModelConfig, params: Any, router_state: Any, family: str | None
 ) -> tuple[ModelConfig, Any, Any]:
-    """Return a model, its parameters and router state without modules, with a warning."""
+    """Return a model, its parameters and router state: without the modules after the last layer,
+    and with a warning, where the family has no names for them."""
     scan = model.further_scan
-    assert scan is not None  # the family has no names for it
+    if scan is None or _has_names(model, family):
+        return model, params, router_state
     logger.warning(
         "the family has no names for modules after the last layer, and %s is left out", scan.name
     )

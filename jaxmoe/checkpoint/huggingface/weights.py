@@ -51,13 +51,8 @@ EMBEDDING = "model.embed_tokens.weight"
 WTE = "transformer.wte.weight"
 """The embedding in families with blocks of `transformer`."""
 LING_EMBEDDING = "model.word_embeddings.weight"
-EMBEDDINGS = (
-    EMBEDDING,
-    WTE,
-    LING_EMBEDDING,
-    "backbone.embeddings.weight",
-    "model.embeddings.weight",
-)
+_BACKBONES = ("backbone.embeddings.weight", "model.embeddings.weight")
+EMBEDDINGS = (EMBEDDING, WTE, LING_EMBEDDING, *_BACKBONES)
 """Names of the embedding in all families."""
 HEAD = "lm_head.weight"
 ROUTER_STATE = "router_state"
@@ -307,9 +302,7 @@ def _pieces(
     path = row.path
     layers = None
     block = ""
-    stacks = (
-        model.stacks if model.further_scan is None else model.stacks + model.further_scan.stacks
-    )
+    stacks = (*model.stacks, *model.module_stacks)
     if path.startswith(f"{ROUTER_STATE}/"):
         layers = sorted(i for stack in stacks if stack.moe_layers for i in stack.layers)
     for stack in stacks:
@@ -346,8 +339,8 @@ def _name_of(key: str, layer: int, place: str) -> str:
 
 def _numbers(model: ModelConfig, counts: str) -> Sequence[str]:
     """Return the number in names of each layer, or of each layer's mixer or feed-forward."""
-    further = () if model.further_scan is None else model.further_scan.stacks
-    kinds = [*model.kinds, *(stack.kind for stack in further for _ in stack.layers)]
+    modules = (stack.kind for stack in model.module_stacks for _ in stack.layers)
+    kinds = [*model.kinds, *modules]
     halves = [1 + (kind.feed_forward.name != "none") for kind in kinds]
     sizes = [1] * len(halves) if counts == "layers" else halves
     return list(map(str, itertools.accumulate(sizes, initial=int(counts == "feed_forwards"))))

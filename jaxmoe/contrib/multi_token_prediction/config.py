@@ -45,13 +45,8 @@ class MultiTokenModulesConfig(Predictor):
         """Raise if a model cannot have the modules.
 
         Raises:
-            ValueError: Its positions see later tokens, or its layers compute more than one stream.
+            ValueError: Its layers compute more than one stream.
         """
-        if not model.attention.is_causal:
-            raise ValueError(
-                "model.attention.is_causal=False: model.options.predictor predicts later tokens,"
-                " and every position sees them: leave the predictor out"
-            )
         if model.residual.arrays > 1 or model.kinds[-1].mixer.rearranges_rows:
             choice = f"model.residual:{model.residual.name}"
             if model.residual.arrays == 1:

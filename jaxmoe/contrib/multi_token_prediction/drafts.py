@@ -251,9 +251,9 @@ class _Drafter:
             batch=batch,
             slots=num_slots(execution, self._length),
         )
-        further = range(1, self._depth + 1)
-        ahead = jnp.stack([tokens[:, k : k + width] for k in further], axis=-1)
-        is_known = jnp.stack([places + k <= lengths[:, None] for k in further], axis=-1)
+        distances = range(1, self._depth + 1)
+        ahead = jnp.stack([tokens[:, k : k + width] for k in distances], axis=-1)
+        is_known = jnp.stack([places + k <= lengths[:, None] for k in distances], axis=-1)
         stream, _ = module_outputs(
             model,
             execution,
@@ -299,9 +299,9 @@ class _Drafter:
         def body(carry: tuple[DraftState, Array, Array]) -> tuple[DraftState, Array, Array]:
             state, number, written = carry
             room = room_of(state, number)
-            state, drawn, kept = self._draft_and_check(weights, state, first + number, room)
-            places = jnp.where(offsets < kept[:, None], number[:, None] + offsets, _AT_ONCE)
-            return state, number + kept, written.at[rows, places].set(drawn, mode="drop")
+            state, drawn, num_kept = self._draft_and_check(weights, state, first + number, room)
+            places = jnp.where(offsets < num_kept[:, None], number[:, None] + offsets, _AT_ONCE)
+            return state, number + num_kept, written.at[rows, places].set(drawn, mode="drop")
 
         written = jnp.full((batch, _AT_ONCE), ends[0] if len(ends) else 0, jnp.int32)
         state, _, written = jax.lax.while_loop(
@@ -341,28 +341,29 @@ class _Drafter:
         drawn = jnp.stack(draws, axis=1)
         is_right = jnp.cumprod((drawn[:, :-1] == guesses).astype(jnp.int32), axis=1)
         num_right = jnp.sum(is_right, axis=1)
-        kept = jnp.minimum(num_right + 1, room)
-        is_end = jnp.isin(drawn, weights.ends) & (offsets < kept[:, None])
+        num_kept = jnp.minimum(num_right + 1, room)
+        is_end = jnp.isin(drawn, weights.ends) & (offsets < num_kept[:, None])
         has_end = jnp.any(is_end, axis=1)
-        kept = jnp.where(has_end, jnp.argmax(is_end, axis=1).astype(jnp.int32) + 1, kept)
+        num_kept = jnp.where(has_end, jnp.argmax(is_end, axis=1).astype(jnp.int32) + 1, num_kept)
         is_active = room > 0
-        last = jnp.take_along_axis(drawn, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(drawn, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]
         # Entries behind the tokens that are kept are written again before they are read.
         hidden = state.hidden.at[rows, places].set(output.hidden)
         tokens = state.tokens.at[rows, places + 1].set(drawn)
-        used = jnp.stack([jnp.ones_like(kept), jnp.full_like(kept, self._depth), num_right])
-        used = used.at[2].min(kept)
+        ones = jnp.ones_like(num_kept)
+        counts = jnp.stack([ones, self._depth * ones, num_right])
+        counts = counts.at[2].min(num_kept)
         new = DraftState(
             token=jnp.where(is_active, last, state.token),
-            length=state.length + kept,
+            length=state.length + num_kept,
             is_done=state.is_done | has_end,
             cache=output.cache,
             modules=modules,
             hidden=jnp.where(is_active[:, None, None], hidden, state.hidden),
             tokens=jnp.where(is_active[:, None], tokens, state.tokens),
-            counts=state.counts + jnp.sum(jnp.where(is_active[None], used, 0), axis=1),
+            counts=state.counts + jnp.sum(jnp.where(is_active[None], counts, 0), axis=1),
         )
-        return new, drawn, kept
+        return new, drawn, num_kept
 
     def _draft(
         self, weights: _Weights, state: DraftState, number: Array

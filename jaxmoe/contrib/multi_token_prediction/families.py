@@ -79,8 +79,8 @@ class FamilyWithModules(Family):
             rules: Rules of the family.
         """
         blocks = [rule for rule in rules if rule.keys[0].startswith(_LAYER)]
-        own = [Rule(path=path, keys=(_LAYER + key,)) for path, key in _NUMBERED.items()]
-        return tuple(dataclasses.replace(rule, is_further=True) for rule in (*blocks, *own))
+        numbered = [Rule(path=path, keys=(_LAYER + key,)) for path, key in _NUMBERED.items()]
+        return tuple(dataclasses.replace(rule, is_further=True) for rule in (*blocks, *numbered))
 
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config, with the modules.
@@ -130,12 +130,12 @@ class SingleModuleFamily(FamilyWithModules):
 
     def module_rules(self, rules: Sequence[Rule]) -> tuple[Rule, ...]:
         """Return the rules of the module."""
-        further = [Rule(path=path, keys=(key,), is_further=True) for path, key in _SINGLE.items()]
+        module = [Rule(path=path, keys=(key,), is_further=True) for path, key in _SINGLE.items()]
         for rule in rules:
             if rule.keys[0].startswith(_LAYER):
                 keys = tuple(key.replace(_LAYER, "mtp.layers.0.") for key in rule.keys)
-                further.append(dataclasses.replace(rule, keys=keys, is_further=True))
-        return tuple(further)
+                module.append(dataclasses.replace(rule, keys=keys, is_further=True))
+        return tuple(module)
 
     def check_count(self, config: Mapping[str, Any]) -> None:
         """Refuse more than the one module of the family."""

@@ -252,9 +252,9 @@ def module_outputs(
     carry = initial_carry(model.carries(execution), ahead.shape[:2], execution)
     stream = Stream(x=hidden, carry=carry, cache=cache)
     modules = module_scan(dataclasses.replace(scan, stacks=(part,)), model, execution, train=train)
-    own = params[scan.name]
+    weights = params[scan.name]
     if count < stack.num_layers:
-        own = jax.tree.map(lambda leaf: leaf[chosen], own)
+        weights = jax.tree.map(lambda leaf: leaf[chosen], weights)
     return cast(
-        tuple[Stream, ModuleOutputs], modules.apply({"params": own}, stream, inputs, tokens)
+        tuple[Stream, ModuleOutputs], modules.apply({"params": weights}, stream, inputs, tokens)
     )

@@ -49,8 +49,8 @@ class MultiTokenPredictionConfig(NextTokenConfig):
     def __post_init__(self):
         if not self.weight > 0.0:
             raise ValueError(
-                f"objective.weight={self.weight} must be above 0; without the term set"
-                " training.objective to next_token and leave model.options.predictor out"
+                f"objective.weight={self.weight} must be above 0; without the term choose the"
+                " objective next_token, and a model without modules"
             )
 
     def check(self, model: ModelConfig) -> None:
@@ -175,8 +175,7 @@ def _depth(model: ModelConfig) -> int:
     predictor: Any = model.extras.predictor
     if getattr(predictor, "objective", None) != MultiTokenPredictionConfig.name:
         raise ValueError(
-            f"training.objective:{MultiTokenPredictionConfig.name} trains modules of the model, and"
-            " model.options.predictor is not set: set it to multi_token_prediction, or"
-            " training.objective to next_token"
+            "the objective trains modules of the model, and model.options.predictor is not set: set"
+            " it to multi_token_prediction"
         )
     return predictor.depth

@@ -103,8 +103,10 @@ def contract_parts(
         ),
     ]
     if sources is not None:
-        words = words_of(other_rows[0], tile.out) if gathers_others else words_of(rows, tile.summed)
-        arrays[gathers_others] = words
+        packed = (
+            words_of(other_rows[0], tile.out) if gathers_others else words_of(rows, tile.summed)
+        )
+        arrays[gathers_others] = packed
         specs[gathers_others] = pl.BlockSpec(memory_space=pl.ANY)
         arrays += [indices_by_tile(sources, tile.rows)] * 2
         specs += index_specs(tile.rows, lambda i, j, v, *at: (v, at[1]), visits.number)

@@ -131,15 +131,15 @@ def decode_awq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[
         packed, zeros, scales = (
             _part(tensors, name, part) for part in ("qweight", "qzeros", "scales")
         )
-        ins, words = _matrix(name, "qweight", packed)
-        outs = words * (_WORD // bits)
+        ins, num_words = _matrix(name, "qweight", packed)
+        outs = num_words * (_WORD // bits)
         groups = _groups(settings, ins)
-        expected = {"qzeros": (zeros, (groups, words)), "scales": (scales, (groups, outs))}
+        expected = {"qzeros": (zeros, (groups, num_words)), "scales": (scales, (groups, outs))}
         _check(name, expected)
 
         def integers(tensor: Any) -> np.ndarray:
             rows = _integers(_words(tensor), bits)
-            places = rows.reshape(len(rows), words, -1)
+            places = rows.reshape(len(rows), num_words, -1)
             values = np.empty_like(places)
             values[..., _AWQ_OUTPUTS] = places
             return values.reshape(rows.shape).astype(np.float32)
@@ -175,8 +175,8 @@ def decode_gptq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict
             _part(tensors, name, part) for part in ("qweight", "qzeros", "scales")
         )
         order = tensors.get(f"{name}.g_idx")
-        words, outs = _matrix(name, "qweight", packed)
-        ins = words * (_WORD // bits)
+        num_words, outs = _matrix(name, "qweight", packed)
+        ins = num_words * (_WORD // bits)
         groups = _groups(settings, ins)
         expected = {
             "qzeros": (zeros, (groups, _count(outs, bits))),
@@ -226,11 +226,11 @@ def _decoded(
     return decoded
 
 
-def _integers(words: np.ndarray, bits: int) -> np.ndarray:
+def _integers(packed: np.ndarray, bits: int) -> np.ndarray:
     """Return the unsigned integers of words [m, k]: [m, k * 32 / bits], uint8."""
     shifts = np.arange(0, _WORD, bits, dtype=np.uint32)
-    values = words.astype(np.uint32)[..., None] >> shifts
-    return (values & np.uint32(2**bits - 1)).astype(np.uint8).reshape(len(words), -1)
+    values = packed.astype(np.uint32)[..., None] >> shifts
+    return (values & np.uint32(2**bits - 1)).astype(np.uint8).reshape(len(packed), -1)
 
 
 def _words(tensor: Any) -> np.ndarray:

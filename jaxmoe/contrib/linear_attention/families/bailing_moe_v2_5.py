@@ -98,9 +98,9 @@ class BailingMoeV25Family(Family):
             rope_theta=attention.rope_theta,
             norm_groups=fields.get("group_norm_size", default=4),
         )
-        whole = count // period * period
+        end = count // period * period
         mixers = [
-            attention if (layer + 1) % period == 0 or layer >= whole else lightning
+            attention if (layer + 1) % period == 0 or layer >= end else lightning
             for layer in range(count)
         ]
         mixers = RotaryLightningConfig.number_layers(mixers)

@@ -113,7 +113,7 @@ def _with_factors(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: RoPE is neither plain nor of type "longrope" with both.
     """
-    usual = dict(config)
+    renamed = dict(config)
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -125,8 +125,8 @@ def _with_factors(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         if kind == "longrope":
             plain = {key: value for key, value in rope.items() if key not in _SCALES}
-            usual[name] = plain | {"attention_factor": scales[0]}
-    return usual
+            renamed[name] = plain | {"attention_factor": scales[0]}
+    return renamed
 
 
 def _with_long_factor(attention: AttentionConfig, config: Mapping[str, Any]) -> AttentionConfig:
