@@ -69,8 +69,7 @@ def check_between(**fields: Any) -> None:
     Raises:
         CombinationError: The configs make both choices of a row.
     """
-    name, first = next(iter(fields.items()))
-    beside = _rows_beside(name, first, frozenset(fields))
+    beside = _rows_beside(*next(iter(fields.items())), frozenset(fields))
     config = types.SimpleNamespace(**fields)
     values = _Values(config)
     for address in dict.fromkeys((*beside.addresses, *_addresses_of(beside.entries, values))):

@@ -125,7 +125,9 @@ class KernelsConfig:
         kernels: list[tuple[str, Implementation]]
         kernels = [(name, implementation) for name in names for implementation in KERNELS]
         # Processes with different kernels would compile different programs, and wait for ever.
-        flags = np.max(gather(np.asarray([one in wrong for one in kernels], np.int32)), axis=0)
+        flags = np.max(
+            gather(np.asarray([kernel in wrong for kernel in kernels], np.int32)), axis=0
+        )
         for (name, kernel), is_wrong in zip(kernels, flags, strict=True):
             if is_wrong and (name, kernel) not in wrong:
                 distrust(name, kernel, f"another process found {name} wrong")
@@ -144,7 +146,9 @@ def _compare(names: Sequence[str], directory: str | None) -> list[Verdict]:
     """
     new = [name for name in names if name not in _VERDICTS]
     verdicts = prove(new, directory=directory) if new else []
-    _VERDICTS.update({name: [one for one in verdicts if one.operation == name] for name in new})
+    _VERDICTS.update(
+        {name: [verdict for verdict in verdicts if verdict.operation == name] for name in new}
+    )
     return [verdict for name in names for verdict in _VERDICTS[name]]
 
 

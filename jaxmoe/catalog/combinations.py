@@ -45,7 +45,6 @@ ADDRESSES: Final[tuple[tuple[str, tuple[str | int, ...], str], ...]] = (
     ("model.mixers.*", ("lightning",), _LINEAR_ATTENTION),
     ("model.mixers.*", ("sparse_latent",), _FAMILY_LAYERS),
     ("model.options.predictor", ("multi_token_prediction",), _MULTI_TOKEN),
-    ("training.objective", ("multi_token_prediction",), _MULTI_TOKEN),
     ("optimizer", ("mkor",), _MKOR),
     ("rl", (), _RL),
     ("training.objective", ("policy_gradient",), _RL),

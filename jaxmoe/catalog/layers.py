@@ -237,7 +237,7 @@ _MIXER: Final = {
     ),
     "rotary_lightning": (
         "jaxmoe.contrib.linear_attention.rotary_lightning:RotaryLightningConfig",
-        "Lightning attention with QK-norm, RoPE and a norm of groups of heads (Ling 2.5).",
+        "Lightning attention with QK-norm, RoPE and a norm of groups of heads.",
     ),
     "narrow_values": (
         "jaxmoe.contrib.family_layers.narrow_values:NarrowValuesConfig",
@@ -253,7 +253,7 @@ _MIXER: Final = {
     ),
     "expert_heads": (
         "jaxmoe.contrib.family_layers.expert_heads:ExpertHeadsConfig",
-        "Attention whose queries and outputs are made by experts that a router chooses (JetMoE).",
+        "Attention whose queries and outputs are made by experts that a router chooses.",
     ),
     "gated_latent": (
         "jaxmoe.contrib.linear_attention.gated_latent:GatedLatentConfig",
@@ -269,7 +269,7 @@ _FEED_FORWARD: Final = {
     ),
     "biased_moe": (
         "jaxmoe.contrib.family_layers.output_bias:BiasedMoEConfig",
-        "A Mixture-of-Experts feed-forward layer whose output has a bias (JetMoE).",
+        "A Mixture-of-Experts feed-forward layer whose output has a bias.",
     ),
     "none": (
         "jaxmoe.layers.single_half:NoFeedForwardConfig",
@@ -365,7 +365,7 @@ _NORM: Final = {
     ),
     "rms_of_layers": (
         "jaxmoe.contrib.family_layers.output_bias:LayerRmsNormConfig",
-        "RMSNorm with an epsilon of its own in the halves of layers (JetMoE).",
+        "RMSNorm with an epsilon of its own in the halves of layers.",
     ),
     "layer": (
         "jaxmoe.layers.norms:LayerNormConfig",

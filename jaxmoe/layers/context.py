@@ -194,16 +194,25 @@ class MixerBase(Carry, RowTransform, abc.ABC):
             itemsize: Bytes per value in the compute dtype.
         """
 
-    @abc.abstractmethod
     def check_precision(self, precision: PrecisionPolicy) -> None:
-        """Refuse a precision that the layers do not implement.
+        """Refuse a precision that the layers do not implement: few bits where they cannot be.
 
         Args:
             precision: Precision of the execution.
 
         Raises:
-            ValueError: Names the field.
+            ValueError: Names the field: quantised weights, or products in 8 bits.
         """
+        if self.can_quantize:
+            return
+        settings = {"weights": (precision.weights, "floating")}
+        settings["matmul"] = (precision.matmul.name, "full")
+        for field, (value, only) in settings.items():
+            if value != only:
+                raise ValueError(
+                    f"execution.precision.{field}={value} is not for {self.name} layers, whose"
+                    f" products are in the compute dtype: set it to {only}"
+                )
 
     @abc.abstractmethod
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
@@ -307,24 +316,6 @@ class RecurrentMixer(MixerBase):
     def module_name(self) -> str:
         """Name of the module among the parameters of a layer."""
         return self.name
-
-    def check_precision(self, precision: PrecisionPolicy) -> None:
-        """Refuse products in few bits, which these layers do not implement.
-
-        Args:
-            precision: Precision of the execution.
-
-        Raises:
-            ValueError: Quantised weights, or products in 8 bits.
-        """
-        settings = {"weights": (precision.weights, "floating")}
-        settings["matmul"] = (precision.matmul.name, "full")
-        for field, (value, only) in settings.items():
-            if value != only:
-                raise ValueError(
-                    f"execution.precision.{field}={value} is not for {self.name} layers, whose"
-                    f" products are in the compute dtype: set it to {only}"
-                )
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
         """Return 0: the state of a sequence does not grow with its tokens.

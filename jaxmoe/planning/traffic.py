@@ -143,10 +143,10 @@ def _traffic(sizes: Sizes, reason: str, axes: tuple[str, ...], shared: float, ti
 def _weights(sizes: Sizes) -> Iterator[Traffic]:
     plan = sizes.plan
     together: dict[tuple[str, tuple[str, ...], float], float] = {}
-    for one in sizes.parameters.values():
-        passes = sizes.parameter_passes(one)
-        gathers = gathers_of(sizes, one, passes)
-        for _, entry in parameter_traffic(sizes, one, gathers, passes.weights):
+    for parameter in sizes.parameters.values():
+        passes = sizes.parameter_passes(parameter)
+        gathers = gathers_of(sizes, parameter, passes)
+        for _, entry in parameter_traffic(sizes, parameter, gathers, passes.weights):
             yield entry
         if one.row.is_frozen:
             continue

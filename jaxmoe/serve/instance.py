@@ -155,7 +155,7 @@ class Instance:
     def _visible(self, now: float) -> dict[str, Any]:
         """Return the fields of a view."""
         running = tuple(self.queues.running.values())
-        busy = tuple([one for one in running if one.is_busy or one.is_leaving])
+        busy = tuple([sequence for sequence in running if sequence.is_busy or sequence.is_leaving])
         if busy:
             running = tuple([sequence for sequence in running if sequence.is_free])
         swapped = self.queues.swapped.values()

@@ -407,8 +407,6 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (SWEPT | FORWARD, BACKPROP),
     (SWEPT | MKOR, {"optimizer": choice("optimizer", "adamw")()}),
     (MODULES | NEXT_TOKEN, {"model.options": None}),
-    (MODULES | {"model.options": None}, NEXT_TOKEN),
-    (MODULES | BIDIRECTIONAL, {"model.options": None}),
     (MODULES | STAGES, ONE_STAGE),
     (MODULES | {"model.adapter": choice("adapter", "lora")()}, {"model.adapter": None}),
     (MODULES | FORWARD, BACKPROP),

@@ -13,6 +13,13 @@ REASONS: Final[dict[str, str]] = {
     # Layers.
     "AttentionConfig.initial_cache": "every mixer has one; shared keys keep attention's, of fewer"
     " layers",
+    "AttentionConfig.can_quantize": "a plan asks any mixer; experts of heads have products that are"
+    " in the compute dtype",
+    "AttentionConfig.num_heads": "a default of heads that suits the experts of a token of JetMoE",
+    "AttentionConfig.projection_parameters": "counts ask any attention; experts of heads have a"
+    " matrix for each expert",
+    "AttentionConfig.width_fields": "presets scale the fields of any mixer; heads of experts follow"
+    " the heads of keys",
     "AttentionConfig.value_dim": "layers and plans ask any attention for the width of its values;"
     " values are as wide as keys in all but one published model with heads of their own",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
@@ -27,6 +34,8 @@ REASONS: Final[dict[str, str]] = {
     " rows, and nothing else tells their number",
     "Block.setup": "a module of multi-token prediction is a layer with a projection before it and a"
     " norm behind, built where a layer builds its own",
+    "NormBase.build": "any norm builds its module; the norm of JetMoE's layers has an epsilon of"
+    " its own",
     # Routing.
     "SelectionBias.init": "every bias has a state, zeros by expert; the one with a histogram keeps"
     " it there, too",
@@ -47,7 +56,6 @@ REASONS: Final[dict[str, str]] = {
     "Feed.train": "rollouts draw, score and take several updates, where data take one",
     "Gradients.paths": "plans, headers and pipelines ask which layers a micro-batch passes through;"
     " leaving some out is one choice",
-    "Objective.further_loss": "a term that is no sum over tokens needs the parameters of the pass",
     "Objective.has_signal": "the update asks it; advantages that are all zero must change nothing",
     "Objective.token_loss": "the likelihood, weighed, for all but policy gradients, which bend it;"
     " chunks and pipelines call it for some positions",
@@ -75,6 +83,8 @@ REASONS: Final[dict[str, str]] = {
     " simulated computes nothing, and needs neither",
     "Instance.view": "a plan that stops between layers sees how far each piece has come; rules and"
     " policies ask any instance",
+    "Family.of_files": "the type of a model in config.json names its family; two families of Ling"
+    " share one, and differ by their architecture",
     "ItemCache.is_valid": "answers of a semantic cache age; a replay asks before it counts a hit",
     "RequestDispatcher.keeps": "SAGA alone weighs the pages of a call that has ended; the fleet,"
     " which takes them back, asks any dispatcher",

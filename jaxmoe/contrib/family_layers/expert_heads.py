@@ -34,7 +34,6 @@ from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
 from jaxmoe.layers.mixers.attention_parts import add_output_bias
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
-from jaxmoe.precision import PrecisionPolicy
 from pallas_kernels import grouped_matmul
 from sharding import axes as ax
 from sharding.expert_parallel.permute import sort_by_expert
@@ -92,25 +91,6 @@ class ExpertHeadsConfig(AttentionConfig):
         heads = self.num_kv_heads * self.head_dim
         return embed_dim * (2 * heads + self.num_experts * (2 * heads + 1))
 
-    def check_precision(self, precision: PrecisionPolicy) -> None:
-        """Refuse weights and products in few bits.
-
-        Args:
-            precision: Precision of the execution.
-
-        Raises:
-            ValueError: Quantised weights, or products in 8 bits.
-        """
-        for field, value, only in (
-            ("weights", precision.weights, "floating"),
-            ("matmul", precision.matmul.name, "full"),
-        ):
-            if value != only:
-                raise ValueError(
-                    f"execution.precision.{field}={value} is not for expert_heads, whose products"
-                    f" are in the compute dtype: set it to {only}"
-                )
-
     def build(
         self,
         context: LayerContext,
@@ -144,8 +124,8 @@ class ExpertHeads(Attention):
         x = x.astype(self.execution.precision.compute_dtype)
         heads = out_of_stream(x, self._shared(x.dtype), placement)
         chosen, gates, heads["q"] = self._choose(x)
-        q, k, v = self._place(heads, tokens)
-        out, logits, entries, carry = self._attend(q, k, v, tokens, cache, layer)
+        placed = self._place(heads, tokens)
+        out, logits, entries, carry = self._attend(placed, tokens, cache, layer)
         y = self._combine(out, chosen, gates)
         if config.extras.has_output_bias:
             y = add_output_bias(self, y)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import Row, above, equals, is_set, member, no_member, trait, unset
+from jaxmoe.choices import Row, above, is_set, member, no_member, trait
 
 _MODULES: Final = member("model.options.predictor", "multi_token_prediction")
 ROWS: Final = (
@@ -15,19 +15,6 @@ ROWS: Final = (
         no_member("training.objective", "multi_token_prediction"),
         "{first} adds modules to the model, and {second} does not train them",
         "set training.objective to multi_token_prediction, or leave model.options.predictor out",
-    ),
-    Row(
-        member("training.objective", "multi_token_prediction"),
-        unset("model.options.predictor"),
-        "{first} trains modules of the model, and {second} gives it none",
-        "set model.options.predictor to multi_token_prediction, or training.objective to"
-        " next_token",
-    ),
-    Row(
-        _MODULES,
-        equals("model.attention.is_causal", False),
-        "{first} predicts later tokens, and by {second} every position sees them",
-        "leave model.options.predictor out",
     ),
     Row(
         _MODULES,

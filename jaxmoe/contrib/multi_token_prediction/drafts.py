@@ -37,9 +37,9 @@ from jaxmoe.contrib.multi_token_prediction.modules import module_outputs
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import Cache, initial_cache, num_slots
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.decode import HostPrograms, Programs
+from jaxmoe.models.decode import DecodeInputs, HostPrograms, Programs
 from jaxmoe.models.embedding import head_weight, output_logits
-from jaxmoe.models.sampling import Limits, choose
+from jaxmoe.models.sampling import choose
 from jaxmoe.models.transformer import forward
 
 _AT_ONCE: Final = 64
@@ -173,22 +173,7 @@ def _compile_programs(
 ) -> Programs:
     """Return the jitted programs for one model, cache size and kind of sampling."""
     drafter = _Drafter(model, execution, capacity, is_greedy, has_filters)
-    return Programs(jax.jit(drafter.read), jax.jit(drafter.write, donate_argnums=2))
-
-
-class _Weights(NamedTuple):
-    """What the passes of a generation read, and do not change."""
-
-    params: Any
-    """Parameters of the model."""
-    router_state: Any
-    """State of the routers; None for a fresh one."""
-    keys: Any
-    """Key of each token."""
-    limits: Limits
-    """Temperature and filters."""
-    ends: Int[Array, " E"]
-    """Tokens that end a row."""
+    return Programs(jax.jit(drafter.read), jax.jit(drafter.write, donate_argnums=1))
 
 
 class _Drafter:
@@ -214,16 +199,10 @@ class _Drafter:
         self._pick = functools.partial(choose, is_greedy=is_greedy, has_filters=has_filters)
 
     def read(
-        self,
-        params: Any,
-        router_state: Any,
-        prompt: Array,
-        lengths: Array,
-        keys: Any,
-        limits: Limits,
-        ends: Array,
+        self, inputs: DecodeInputs, prompt: Int[Array, "B S"], lengths: Int[Array, " B"]
     ) -> DraftState:
         """Return the rows after their first token; see `decode.Programs`."""
+        params, router_state, keys, limits, ends = inputs
         model = self._model
         execution = self._execution
         batch, width = prompt.shape
@@ -277,18 +256,10 @@ class _Drafter:
         )
 
     def write(
-        self,
-        params: Any,
-        router_state: Any,
-        state: DraftState,
-        keys: Any,
-        first: Array,
-        count: Array,
-        limits: Limits,
-        ends: Array,
+        self, inputs: DecodeInputs, state: DraftState, first: Array, count: Array
     ) -> tuple[DraftState, Array]:
         """Return the rows after further tokens, and the tokens; see `decode.Programs`."""
-        weights = _Weights(params, router_state, keys, limits, ends)
+        ends = inputs.ends
         batch = len(state.token)
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
         offsets = jnp.arange(self._depth + 1, dtype=jnp.int32)[None]
@@ -299,7 +270,7 @@ class _Drafter:
         def body(carry: tuple[DraftState, Array, Array]) -> tuple[DraftState, Array, Array]:
             state, number, written = carry
             room = room_of(state, number)
-            state, drawn, num_kept = self._draft_and_check(weights, state, first + number, room)
+            state, drawn, num_kept = self._draft_and_check(inputs, state, first + number, room)
             places = jnp.where(offsets < num_kept[:, None], number[:, None] + offsets, _AT_ONCE)
             return state, number + num_kept, written.at[rows, places].set(drawn, mode="drop")
 
@@ -312,37 +283,37 @@ class _Drafter:
         return state, written
 
     def _draft_and_check(
-        self, weights: _Weights, state: DraftState, number: Array, room: Array
+        self, inputs: DecodeInputs, state: DraftState, number: Array, room: Array
     ) -> tuple[DraftState, Int[Array, "B k"], Int[Array, " B"]]:
         """Return the rows after a pass, the drawn tokens, and how many of them each row keeps.
 
         Args:
-            weights: Parameters, keys and limits.
+            inputs: Parameters, keys and limits.
             state: Rows.
             number: Tokens that each row has generated.
             room: Tokens that each row still takes; a row without room stays as it is.
         """
-        guesses, modules = self._draft(weights, state, number)
+        guesses, modules = self._draft(inputs, state, number)
         rows = jnp.arange(len(room), dtype=jnp.int32)[:, None]
         offsets = jnp.arange(self._depth + 1, dtype=jnp.int32)[None]
         places = state.length[:, None] + offsets
         output = forward(
             self._model,
             self._execution,
-            weights.params,
+            inputs.params,
             jnp.concatenate([state.token[:, None], guesses], axis=1),
-            router_state=weights.router_state,
+            router_state=inputs.router_state,
             cache=state.cache,
             positions=places,
         )
         assert output.logits is not None and output.cache is not None  # asked for
         logits = output.logits
-        draws = [self._draw(logits[:, j], weights, number + j) for j in range(self._depth + 1)]
+        draws = [self._draw(logits[:, j], inputs, number + j) for j in range(self._depth + 1)]
         drawn = jnp.stack(draws, axis=1)
         is_right = jnp.cumprod((drawn[:, :-1] == guesses).astype(jnp.int32), axis=1)
         num_right = jnp.sum(is_right, axis=1)
         num_kept = jnp.minimum(num_right + 1, room)
-        is_end = jnp.isin(drawn, weights.ends) & (offsets < num_kept[:, None])
+        is_end = jnp.isin(drawn, inputs.ends) & (offsets < num_kept[:, None])
         has_end = jnp.any(is_end, axis=1)
         num_kept = jnp.where(has_end, jnp.argmax(is_end, axis=1).astype(jnp.int32) + 1, num_kept)
         is_active = room > 0
@@ -366,7 +337,7 @@ class _Drafter:
         return new, drawn, num_kept
 
     def _draft(
-        self, weights: _Weights, state: DraftState, number: Array
+        self, inputs: DecodeInputs, state: DraftState, number: Array
     ) -> tuple[Int[Array, "B k"], Any]:
         """Return the token that each module draws, and their cache.
 
@@ -374,7 +345,7 @@ class _Drafter:
         and at K - 1 before these a module may have read a draft.
 
         Args:
-            weights: Parameters, keys and limits.
+            inputs: Parameters, keys and limits.
             state: Rows.
             number: Tokens that each row has generated.
         """
@@ -392,7 +363,7 @@ class _Drafter:
         hidden = jnp.take_along_axis(state.hidden, where[:, :, None], axis=1)
         ids = jnp.take_along_axis(state.tokens, where, axis=1)
         arrays = {"tokens": ids, "positions": positions, "token_mask": is_there, "context": {}}
-        head = head_weight(weights.params, model)
+        head = head_weight(inputs.params, model)
         tokens = state.tokens
         modules = state.modules
         guesses = []
@@ -401,34 +372,34 @@ class _Drafter:
             stream, outputs = module_outputs(
                 model,
                 execution,
-                weights.params,
+                inputs.params,
                 hidden,
                 arrays,
                 ahead[:, :, None],
                 is_there[:, :, None],
                 first=k,
-                router_state=weights.router_state,
+                router_state=inputs.router_state,
                 cache=modules,
             )
             hidden = stream.x
             modules = stream.cache
             logits = output_logits(outputs.hidden[0][:, -1:], head, model, execution)[:, -1]
-            guesses.append(self._draw(logits, weights, number + k + 1))
+            guesses.append(self._draw(logits, inputs, number + k + 1))
             tokens = tokens.at[rows, state.length + k + 1].set(guesses[-1])
         return jnp.stack(guesses, axis=1), modules
 
     def _draw(
-        self, logits: Float[Array, "B V"], weights: _Weights, number: Int[Array, " B"]
+        self, logits: Float[Array, "B V"], inputs: DecodeInputs, number: Int[Array, " B"]
     ) -> Int[Array, " B"]:
         """Return the token of each row with its own key, as a draw of all rows would draw it.
 
         Args:
             logits: Logits of the next token.
-            weights: Keys and limits.
+            inputs: Keys and limits.
             number: Number of the token of each row, from 0.
         """
-        keys = weights.keys[jnp.minimum(number, len(weights.keys) - 1)]
+        keys = inputs.keys[jnp.minimum(number, len(inputs.keys) - 1)]
         if self._is_greedy:
-            return self._pick(logits, weights.keys[0], weights.limits)
+            return self._pick(logits, inputs.keys[0], inputs.limits)
         rows = jnp.arange(len(logits), dtype=jnp.int32)
-        return jax.vmap(lambda key, row: self._pick(logits, key, weights.limits)[row])(keys, rows)
+        return jax.vmap(lambda key, row: self._pick(logits, key, inputs.limits)[row])(keys, rows)

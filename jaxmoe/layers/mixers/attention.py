@@ -175,9 +175,6 @@ class AttentionConfig(AttentionMixer):
             arrays, projected=arrays.projected + gates, kept=arrays.kept + gates
         )
 
-    def check_precision(self, precision: PrecisionPolicy) -> None:
-        """Accept every precision."""
-
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
         """Return the bytes that a cache holds of one token of one sequence.
 

@@ -153,7 +153,7 @@ class LinkTable:
         data = to_json(self)
         for link, entry in zip(self.links, data["links"], strict=True):
             entry |= dataclasses.asdict(self.rate(link))
-        axes = {one.axis: self.axis_rate(one.axis) for one in self.mesh}
+        axes = {axis.axis: self.axis_rate(axis.axis) for axis in self.mesh}
         data["axes"] = {axis: dataclasses.asdict(rate) for axis, rate in axes.items() if rate}
         replace_file(path, json.dumps(data, indent=1) + "\n")
 
