@@ -148,11 +148,11 @@ def _weights(sizes: Sizes) -> Iterator[Traffic]:
         gathers = gathers_of(sizes, parameter, passes)
         for _, entry in parameter_traffic(sizes, parameter, gathers, passes.weights):
             yield entry
-        if one.row.is_frozen:
+        if parameter.row.is_frozen:
             continue
         # A layer's gradients with the same copies are reduced together, as XLA combines them.
-        key = one.row.path.partition("/")[0], one.replicated_axes, passes.trained
-        together[key] = together.get(key, 0.0) + one.local * sizes.itemsize / one.layers
+        key = parameter.row.path.partition("/")[0], parameter.replicated_axes, passes.trained
+        together[key] = together.get(key, 0.0) + parameter.local * sizes.itemsize / parameter.layers
     for (_, copies, trained), local in together.items():
         yield from copies_traffic(sizes, copies, local, trained)
     if plan.execution.rules == "zero1":

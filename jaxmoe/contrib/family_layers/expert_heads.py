@@ -122,7 +122,7 @@ class ExpertHeads(Attention):
         config.check_precision(self.execution.precision)
         placement = self.execution.placement
         x = x.astype(self.execution.precision.compute_dtype)
-        heads = out_of_stream(x, self._shared(x.dtype), placement)
+        heads = out_of_stream(x, self._keys_and_values(x.dtype), placement)
         chosen, gates, heads["q"] = self._choose(x)
         placed = self._place(heads, tokens)
         out, logits, entries, carry = self._attend(placed, tokens, cache, layer)
@@ -132,7 +132,7 @@ class ExpertHeads(Attention):
         observations = observer_of(self.execution).attention(logits, tokens.token_mask)
         return y, MixerOutputs(cache=entries, observations=observations, carry=carry)
 
-    def _shared(self, dtype: Any) -> dict[str, Product]:
+    def _keys_and_values(self, dtype: Any) -> dict[str, Product]:
         """Return the products for keys and values."""
         config = self.config
         shape = (self.context.embed_dim, config.num_kv_heads, config.head_dim)

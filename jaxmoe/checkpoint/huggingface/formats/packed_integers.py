@@ -67,14 +67,14 @@ def decode_compressed(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -
         CheckpointError: The format or a scheme is not read here, or tensors do not fit.
     """
     if (form := settings.get("format")) != "pack-quantized":
-        raise _refused("format", form, "'pack-quantized'")
+        raise _refusal("format", form, "'pack-quantized'")
     groups: Any = settings.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, Mapping) else []
     weights: Any = [scheme.get("weights") for scheme in schemes if isinstance(scheme, Mapping)]
     if not weights or not all(isinstance(scheme, Mapping) for scheme in weights):
-        raise _refused("config_groups", groups, "an object of schemes with weights")
+        raise _refusal("config_groups", groups, "an object of schemes with weights")
     if any(scheme.get("input_activations") for scheme in schemes):
-        raise _refused("config_groups", "input_activations", "schemes without input_activations")
+        raise _refusal("config_groups", "input_activations", "schemes without input_activations")
     bits = _only("config_groups.weights.num_bits", [row.get("num_bits") for row in weights], _BITS)
     _only("config_groups.weights.type", [row.get("type", "int") for row in weights], ("int",))
 
@@ -109,7 +109,7 @@ def decode_compressed(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -
         return DecodedTensor((outs, ins), read, getattr(packed, "file", None))
 
     parts = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-    return _decoded(tensors, "weight_packed", parts, decode)
+    return _decode(tensors, "weight_packed", parts, decode)
 
 
 def decode_awq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def decode_awq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[
     """
     version: Any = settings.get("version", "gemm")
     if str(version).lower() != "gemm":
-        raise _refused("version", version, "'gemm'")
+        raise _refusal("version", version, "'gemm'")
     bits = _only("bits", [settings.get("bits", settings.get("w_bit"))], (4,))
 
     def decode(name: str) -> DecodedTensor:
@@ -151,7 +151,7 @@ def decode_awq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[
 
         return DecodedTensor((outs, ins), read, getattr(packed, "file", None))
 
-    return _decoded(tensors, "qweight", ("qzeros", "scales"), decode)
+    return _decode(tensors, "qweight", ("qzeros", "scales"), decode)
 
 
 def decode_gptq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def decode_gptq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict
     """
     form: Any = settings.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
-        raise _refused("checkpoint_format", form, "'gptq' and 'gptq_v2'")
+        raise _refusal("checkpoint_format", form, "'gptq' and 'gptq_v2'")
     bits = _only("bits", [settings.get("bits")], _BITS)
     step = int(form == "gptq")
 
@@ -194,10 +194,10 @@ def decode_gptq(settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict
 
         return DecodedTensor((outs, ins), read, getattr(packed, "file", None))
 
-    return _decoded(tensors, "qweight", ("qzeros", "scales", "g_idx"), decode)
+    return _decode(tensors, "qweight", ("qzeros", "scales", "g_idx"), decode)
 
 
-def _decoded(
+def _decode(
     tensors: Mapping[str, Any],
     packed: str,
     parts: tuple[str, ...],
@@ -249,7 +249,7 @@ def _groups(settings: Mapping[str, Any], ins: int) -> int:
     """Return the groups of the inputs of a matrix."""
     size: Any = settings.get("group_size", settings.get("q_group_size", 128))
     if type(size) is not int or size == 0 or size < -1:
-        raise _refused("group_size", size, "an integer above 0, and -1 for one group")
+        raise _refusal("group_size", size, "an integer above 0, and -1 for one group")
     return 1 if size == -1 else -(-ins // size)
 
 
@@ -317,13 +317,13 @@ def _only(name: str, values: list[Any], supported: tuple[Any, ...]) -> Any:
     """
     for value in values:
         if value not in supported or type(value) is not type(supported[0]):
-            raise _refused(name, value, " and ".join(map(repr, supported)))
+            raise _refusal(name, value, " and ".join(map(repr, supported)))
     if len(set(values)) != 1:
-        raise _refused(name, values, "one for all weights")
+        raise _refusal(name, values, "one for all weights")
     return values[0]
 
 
-def _refused(field: str, value: Any, supported: str) -> CheckpointError:
+def _refusal(field: str, value: Any, supported: str) -> CheckpointError:
     """Return the error of a field whose value is not read here."""
     return CheckpointError(
         f"config.{CONFIG}.{field}={show_value(value)} is not read here, only {supported}: write the"
