@@ -202,10 +202,10 @@ class DeviceLayout:
         return {}
 
     @functools.cached_property
-    def _splits(self) -> dict[Hashable, _Split]:
+    def _splits(self) -> dict[Hashable, _ParameterSplit]:
         return {}
 
-    def split(self, row: ParameterSpec) -> _Split:
+    def split(self, row: ParameterSpec) -> _ParameterSplit:
         """Return the mesh axes of a parameter, which it shares with those with its logical axes."""
         key = row.declaration.axes, row.spec
         if key not in self._splits:
@@ -237,7 +237,7 @@ class DeviceLayout:
         return self._groups[axes]
 
 
-class _Split(NamedTuple):
+class _ParameterSplit(NamedTuple):
     """Mesh axes of the parameters with the same logical axes, and the devices along them."""
 
     axes: tuple[str, ...]
@@ -251,7 +251,7 @@ class _Split(NamedTuple):
     shards_of_moment: int
 
 
-def _split(layout: DeviceLayout, row: ParameterSpec) -> _Split:
+def _split(layout: DeviceLayout, row: ParameterSpec) -> _ParameterSplit:
     execution, mesh = layout.plan.execution, layout.mesh
     layout_of_state = execution.state_layout
     copies = layout_of_state.copies
@@ -261,7 +261,7 @@ def _split(layout: DeviceLayout, row: ParameterSpec) -> _Split:
     splits = kept_axes(row, execution, mesh)
     kept = tuple(axis for axis in axes if axis in splits)
     batch_axes = layout.pieces(*ax.BATCH_AXES, ax.SEQ, ax.TENSOR)
-    return _Split(
+    return _ParameterSplit(
         axes=axes,
         copied=copied,
         kept=kept,

@@ -28,7 +28,7 @@ from jaxmoe.serve.plan import EvictionKind, Plan
 from jaxmoe.serve.queues import Queues
 from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
 from jaxmoe.serve.rules import check
-from jaxmoe.serve.sequence import PageTables, Sequence
+from jaxmoe.serve.sequence import Sequence, SequencePages
 from jaxmoe.serve.step import EngineStep, Swap, Work
 from jaxmoe.serve.view import InstanceView, may_start
 
@@ -56,7 +56,7 @@ class Instance:
         """Tokens taken from the pool at admissions instead."""
         self.has_sharing = has_sharing
         """Whether requests share the pages of equal beginnings."""
-        self.tables = PageTables(self.pool, has_sharing=has_sharing)
+        self.tables = SequencePages(self.pool, has_sharing=has_sharing)
         self.flying: list[EngineStep] = []
         """Steps that have started and not ended."""
         self.copies: list[tuple[int, int]] = []

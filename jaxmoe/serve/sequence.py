@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request on its way through an instance, and what policies see of it.
 
-`PageTables` takes the pages of the sequences of an instance, names those that are full and gives
+`SequencePages` takes the pages of the sequences of an instance, names those that are full and gives
 them back.
 """
 
@@ -208,7 +208,7 @@ class Sequence:
         return tokens
 
 
-class PageTables:
+class SequencePages:
     """`Sequence.pages` and `Sequence.named` of all sequences that have pages of one pool."""
 
     def __init__(self, pool: BlockPool, *, has_sharing: bool):
