@@ -184,6 +184,17 @@ def test_the_plans_are_those_of_an_executor_on_pages(policy):
     assert [plan for _, plan in simulation.plans] == [plan for plan in plans if plan.num_tokens]
 
 
+def test_an_executor_whose_steps_overlap_is_simulated_as_any_other():
+    """Its properties are those of a measured simulation."""
+    ahead = dataclasses.replace(FACTS, steps_ahead=1)
+    one, other = (
+        Simulation(arrivals(requests=20), facts, EVERY_BATCHING["split_fuse"](), COST).run()
+        for facts in (FACTS, ahead)
+    )
+    assert one.answers.num_written == other.answers.num_written > 0
+    assert one.now == other.now
+
+
 def test_a_policy_that_never_plans_is_named():
     simulation = Simulation(arrivals(requests=2), FACTS, EVERY_BATCHING["split_fuse"](), COST)
     simulation.fleet._policies = [lambda view: Plan()]
