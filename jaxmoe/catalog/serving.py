@@ -225,9 +225,6 @@ _FAMILY: Final = {
     "dbrx": (f"{_GROUPED}.dbrx:DbrxFamily", "DBRX."),
     "lfm2_moe": (f"{_LINEAR}.lfm2_moe:Lfm2MoeFamily", "LFM2 with experts."),
     "qwen3_next": (f"{_LINEAR}.qwen3_next:Qwen3NextFamily", "Qwen3-Next."),
-    "bailing_moe": (f"{_GROUPED}.bailing_moe:BailingMoeFamily", "Ling 2.0."),
-    "bailing_moe_v2_5": (f"{_LINEAR}.bailing_moe_v2_5:BailingMoeV25Family", "Ling 2.5."),
-    "bailing_hybrid": (f"{_LINEAR}.bailing_hybrid:BailingHybridFamily", "Ling 3.0."),
     "kimi_linear": (f"{_LINEAR}.kimi_linear:KimiLinearFamily", "Kimi Linear."),
     "minimax": (f"{_LINEAR}.minimax:MiniMaxFamily", "MiniMax-01."),
     "qwen3_5_moe_text": (
@@ -250,6 +247,9 @@ _FAMILY: Final = {
     "jetmoe": (f"{_LAYERS}.jetmoe:JetMoeFamily", "JetMoE."),
     "deepseek_v32": (f"{_LAYERS}.deepseek_v32:DeepseekV32Family", "DeepSeek-V3.2."),
     "longcat_flash": (f"{_LAYERS}.longcat_flash:LongcatFlashFamily", "LongCat-Flash."),
+    "bailing_moe": (f"{_GROUPED}.bailing_moe:BailingMoeFamily", "Ling 2.0."),
+    "bailing_moe_v2_5": (f"{_LINEAR}.bailing_moe_v2_5:BailingMoeV25Family", "Ling 2.5."),
+    "bailing_hybrid": (f"{_LINEAR}.bailing_hybrid:BailingHybridFamily", "Ling 3.0."),
 }
 
 BASES: Final = {

@@ -45,6 +45,13 @@ OF_NO_CLASS = ("bailing_moe", "bailing_moe_v2_5")
 """Families that transformers has no class of; `ling.py` has one."""
 
 
+FILE_TYPES = {"bailing_moe_v2_5": "bailing_hybrid"}
+"""Families whose files have the `model_type` of another one, and differ by their architecture."""
+
+IN_FLOAT64 = ("qwen3_next",)
+"""Families whose logits in float32 are as far from those in float64 as the tests allow."""
+
+
 def family_options(config: dict[str, Any]) -> dict[str, str]:
     """Return the argument of `to_huggingface` that makes it write the family of a config."""
     name = config["model_type"]

@@ -16,7 +16,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class BuiltInTemplate:
         """No further ids."""
         return ()
 
-    def with_variables(self, values: Mapping[str, Any]) -> Self:
+    def with_variables(self, values: Mapping[str, Any]) -> BuiltInTemplate:
         """Return itself: it has no variables."""
         del values
         return self

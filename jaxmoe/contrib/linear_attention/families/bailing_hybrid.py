@@ -170,6 +170,7 @@ class BailingHybridFamily(Family):
                 "head_dim": mixer.head_dim,
                 "linear_num_heads": mixer.num_heads,
                 "short_conv_kernel_size": mixer.conv_length,
+                "num_mtp_layers": 0,
                 "kda_safe_gate": floor is not None,
                 "kda_lower_bound": -5.0 if floor is None else floor,
             }

@@ -47,7 +47,7 @@ _DEFAULTS: Final = {
     "topk_group": 4,
 }
 """Values of absent fields in the published class."""
-_QKV = tuple(f"lightning/{name}" for name in "qkv")
+_QKV = tuple(f"rotary_lightning/{name}" for name in "qkv")
 _TENSORS: Final = {
     "q_norm": "query_layernorm.weight",
     "k_norm": "key_layernorm.weight",
@@ -67,10 +67,10 @@ class BailingMoeV25Family(Family):
     rules = (
         *FRAME,
         *map(in_ling, LATENT_ATTENTION),
-        rule("lightning_norm/gain", "input_layernorm.weight"),
+        rule("rotary_lightning_norm/gain", "input_layernorm.weight"),
         *(rule(path, "attention.query_key_value.weight", fused=_QKV) for path in _QKV),
-        *(rule(f"lightning/{ours}", f"attention.{name}") for ours, name in _TENSORS.items()),
-        rule("lightning/norm", "attention.g_norm.weight", layout="flat"),
+        *(rule(f"rotary_lightning/{ours}", f"attention.{name}") for ours, name in _TENSORS.items()),
+        rule("rotary_lightning/norm", "attention.g_norm.weight", layout="flat"),
     )
 
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
