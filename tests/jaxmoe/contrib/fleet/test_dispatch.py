@@ -13,10 +13,10 @@ from jaxmoe.contrib.fleet.dispatch import DISPATCH
 from jaxmoe.contrib.fleet.dispatch.base import Route
 from jaxmoe.contrib.fleet.dispatch.llumnix import freeness
 from jaxmoe.contrib.serving_lab.caches import ITEM_CACHES, Use, replay
+from jaxmoe.contrib.serving_lab.shares import LanesInstance
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation, measure
 from jaxmoe.serve import BATCHING, LatencyObjective, Request, Sampling
 from jaxmoe.serve.facts import WorkPart
-from jaxmoe.serve.instance import Instance
 from tests.support.simulated import COST, FACTS, SIZES, arrivals
 
 
@@ -283,7 +283,7 @@ def test_each_eviction_has_a_step_since_the_admission(name, pages, monkeypatch):
     """Where pages are short, sequences that move hold theirs: what is admitted computes."""
     fresh, evicted = set(), []
     admit, restore, evict, work = (
-        getattr(Instance, f"_{verb}") for verb in ("admit", "restore", "evict", "work")
+        getattr(LanesInstance, f"_{verb}") for verb in ("admit", "restore", "evict", "work")
     )
 
     def admitting(self, one, *given):
@@ -309,7 +309,7 @@ def test_each_eviction_has_a_step_since_the_admission(name, pages, monkeypatch):
         "evict": evicting,
         "work": working,
     }.items():
-        monkeypatch.setattr(Instance, f"_{verb}", function)
+        monkeypatch.setattr(LanesInstance, f"_{verb}", function)
     given = arrivals(rate=60.0, requests=80, prompt_median=100.0, answer_median=60.0)
     facts = dataclasses.replace(FACTS, num_pages=pages, max_length=16 * pages)
     fitting = [
