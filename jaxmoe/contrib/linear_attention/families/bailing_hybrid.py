@@ -128,6 +128,7 @@ class BailingHybridFamily(Family):
         fields = Fields(_DEFAULTS | rotary_fields(values))
         for name, (supported, why) in _ONLY.items():
             fields.only(name, supported, why)
+        fields.get("num_mtp_layers")  # left out, see below
         count = fields.size("num_hidden_layers")
         period = fields.get("layer_group_size", default=6)
         default = [_LINEAR if (layer + 1) % period else parts.FULL for layer in range(count)]
