@@ -16,7 +16,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ _NO_TOOLS = (
     " with its chat_template (--template tokenizer)"
 )
 
+_Template = TypeVar("_Template", bound="BuiltInTemplate")
+
 
 class BuiltInTemplate:
     """Base class of the templates without variables and tools."""
@@ -49,7 +51,7 @@ class BuiltInTemplate:
         """No further ids."""
         return ()
 
-    def with_variables(self, values: Mapping[str, Any]) -> BuiltInTemplate:
+    def with_variables(self: _Template, values: Mapping[str, Any]) -> _Template:
         """Return itself: it has no variables."""
         del values
         return self
