@@ -124,7 +124,7 @@ def test_lines_that_run_name_recipes_that_exist():
 
 @pytest.mark.slow
 @pytest.mark.trains
-@pytest.mark.rows(len(GROUPS))
+@pytest.mark.large
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_command_lines_of_pages_run_as_they_stand(group, tmp_path):
