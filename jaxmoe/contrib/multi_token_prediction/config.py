@@ -69,7 +69,7 @@ class MultiTokenModulesConfig(Predictor):
         """Declare the parameters of the modules."""
         scan = model.further_scan
         assert scan is not None  # it is this config's
-        inputs, tokens = first_inputs(model, execution, stream)
+        inputs, tokens = first_inputs(model, stream)
         module_scan(scan, model, execution, train=False)(stream, inputs, tokens)
 
     def drafts(self) -> DraftPrograms:

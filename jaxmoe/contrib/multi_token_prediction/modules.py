@@ -171,12 +171,11 @@ def module_layers(model: ModelConfig, router_state: Any, key: Array | None) -> L
     )
 
 
-def first_inputs(model: ModelConfig, execution: ExecutionConfig, stream: Stream) -> tuple[Any, Any]:
+def first_inputs(model: ModelConfig, stream: Stream) -> tuple[ModuleInputs, TokenInputs]:
     """Return inputs of the modules of the right shapes, with which they are initialised.
 
     Args:
         model: Model with the modules.
-        execution: How they are computed.
         stream: Embedded tokens.
     """
     shape = stream.x.shape[:2]
@@ -190,7 +189,6 @@ def first_inputs(model: ModelConfig, execution: ExecutionConfig, stream: Stream)
         ids=jnp.zeros((count, *shape), jnp.int32),
         mask=jnp.ones((count, *shape), bool),
     )
-    del execution
     return inputs, TokenInputs(token_mask=jnp.ones(shape, bool), context=context)
 
 
