@@ -20,7 +20,8 @@ import numpy as np
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.documents import cache_key, plan_documents, writing_to
 from jaxmoe.data.held_out import train_texts
-from jaxmoe.data.packing import BestFit, Concatenated, Long
+from jaxmoe.data.packing import BestFit, Concatenated
+from jaxmoe.data.pieces import Long
 from jaxmoe.data.reading.collection import Collection
 from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import Row, Split

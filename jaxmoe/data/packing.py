@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs documents of any length into rows of S + 1 tokens.
 
-`best_fit`: a document of n tokens has n - 1 predictions. It is cut into pieces of S predictions
-(S + 1 tokens: the last token of a piece is the first of the next, so that every token but the
-document's first is predicted exactly once). Pieces are packed longest first, each into the row with
-the least free space that fits it, or a new row (best-fit decreasing; Ding et al., "Fewer
-truncations improve language modeling", arXiv 2404.10830, section 3). A row holds only whole pieces;
-the rest is padding. The lengths in a row depend on the lengths of the pieces alone, so that rows
-are packed once for all epochs; documents of equal length swap places in each epoch.
+`best_fit`: documents are cut into pieces of at most S + 1 tokens (`pieces.py`). They are packed
+longest first, each into the row with the least free space that fits it, or a new row (best-fit
+decreasing; Ding et al., "Fewer truncations improve language modeling", arXiv 2404.10830, section
+3). A row holds only whole pieces; the rest is padding. The lengths in a row depend on the lengths
+of the pieces alone, so that rows are packed once for all epochs; documents of equal length swap
+places in each epoch.
 
 `concatenate`: the documents of an epoch in random order, end to end (two adjacent separators become
 one), cut every S tokens. There is no padding and no segments, and attention crosses documents; the
@@ -40,6 +39,7 @@ import numpy as np
 
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.order import frozen_generator
+from jaxmoe.data.pieces import Long, Pieces
 from jaxmoe.data.source import Row
 from jaxmoe.data.store import DocumentSet
 from pallas_kernels.array_types import Int
@@ -47,9 +47,6 @@ from pallas_kernels.array_types import Int
 logger = logging.getLogger(__name__)
 
 Packing = Literal["best_fit", "concatenate", "levels"]
-Long = Literal["cut", "truncate", "leave_out"]
-"""Pieces to keep of a document of several: all, the first, or none."""
-
 CONCATENATED_WEIGHTS = (
     "data.packing=concatenate joins documents end to end: an answer would see other conversations, "
     "and a row may hold no answer. Choose best_fit or levels"
@@ -82,28 +79,24 @@ class BestFit:
         self._documents = documents
         self._length = sequence_length
         self._seed = seed
-        owner, piece, lengths = cut(documents.lengths, sequence_length)
+        self._pieces = pieces = Pieces(documents, sequence_length, long)
         self.is_long = documents.lengths > sequence_length + 1
-        is_kept = _kept(documents, owner, piece, lengths, sequence_length, long)
-        self._owner = owner[is_kept]
-        self._piece = piece[is_kept]
-        self._piece_lengths = lengths[is_kept]
-        self.num_left_out = len(owner) - len(self._owner)
+        self.num_left_out = pieces.num_left_out
         """Pieces that are in no row."""
-        self.num_unused = len(np.unique(owner)) - len(np.unique(self._owner))
+        self.num_unused = pieces.num_unused
         """Documents of which no piece is in a row."""
-        by_length = np.argsort(-self._piece_lengths, kind="stable")
-        slots = _read(file, len(by_length))
+        # The first rows hold a whole piece each. Row num_full + r holds the short pieces
+        # order[borders[r]:borders[r + 1]], counted in order of length.
+        self._num_full = pieces.count - len(pieces.short)
+        slots = _read(file, len(pieces.short))
         if slots is None:
-            slots = best_fit(self._piece_lengths[by_length], sequence_length + 1)
+            slots = best_fit(-np.sort(-pieces.short_lengths), sequence_length + 1)
             _write(file, slots)
-        self.num_rows = int(slots.max(initial=-1)) + 1
-        # Row r holds the pieces order[borders[r]:borders[r + 1]], counted in order of length.
-        self._order = np.argsort(slots, kind="stable")
-        self._borders = np.searchsorted(slots[self._order], np.arange(self.num_rows + 1))
-        self._rows = np.arange(self.num_rows)
-        if seed is None:
-            self._rows = frozen_generator(0).permutation(self.num_rows)
+        num_shared = int(slots.max(initial=-1)) + 1
+        self.num_rows = self._num_full + num_shared
+        self._order = np.argsort(slots, kind="stable").astype(pieces.dtype)
+        self._borders = np.searchsorted(slots[self._order], np.arange(num_shared + 1))
+        self._rows = None if seed is not None else frozen_generator(0).permutation(self.num_rows)
         self._filled = functools.lru_cache(maxsize=_KEPT_EPOCHS)(self._fill)
 
     def row(self, index: int, epoch: int) -> Row:
@@ -114,31 +107,41 @@ class BestFit:
         has_weights = self._documents.weights is not None
         loss_weights = np.zeros(capacity, np.float32) if has_weights else None
         place = 0
-        number = self._rows[index]
-        chosen = self._order[self._borders[number] : self._borders[number + 1]]
+        number = index if self._rows is None else int(self._rows[index])
+        chosen = np.array([number])
+        if number >= self._num_full:
+            shared = number - self._num_full
+            chosen = self._order[self._borders[shared] : self._borders[shared + 1]]
+            chosen = self._num_full + chosen.astype(np.int64)
         for segment, piece in enumerate(self._filled(epoch)[chosen].tolist(), start=1):
-            begin = int(self._piece[piece]) * self._length
-            end = place + int(self._piece_lengths[piece])
-            document = self._documents.document(int(self._owner[piece]))
-            tokens[place:end] = document[begin : begin + end - place]
-            weights = self._documents.document_weights(int(self._owner[piece]))
+            document, begin, length = self._pieces[piece]
+            end = place + length
+            tokens[place:end] = self._documents.document(document)[begin : begin + length]
+            weights = self._documents.document_weights(document)
             if loss_weights is not None and weights is not None:
-                loss_weights[place:end] = weights[begin : begin + end - place]
+                loss_weights[place:end] = weights[begin : begin + length]
             segment_ids[place:end] = segment
             place = end
         return Row(tokens, segment_ids, loss_weights)
 
     def efficiency(self) -> float:
         """Return the share of predictions that are not padding."""
-        predictions = self._piece_lengths.sum() - len(self._piece_lengths)
-        return float(predictions / max(1, self.num_rows * self._length))
+        return self._pieces.num_predictions / max(1, self.num_rows * self._length)
 
     def _fill(self, epoch: int) -> Int[np.ndarray, " pieces"]:
         """Return the pieces in order of length; equal lengths in random order of the epoch."""
-        if self._seed is None:
-            return np.argsort(-self._piece_lengths, kind="stable")
-        drawn = frozen_generator(self._seed, epoch).permutation(len(self._piece_lengths))
-        return drawn[np.argsort(-self._piece_lengths[drawn], kind="stable")]
+        pieces = self._pieces
+        numbers = np.arange(pieces.count, dtype=pieces.dtype)
+        if self._seed is not None:
+            frozen_generator(self._seed, epoch).shuffle(numbers)
+        is_short = np.zeros(pieces.count, bool)
+        is_short[pieces.short] = True
+        is_short = is_short[numbers]
+        short = numbers[is_short]
+        lengths = pieces.short_lengths[np.searchsorted(pieces.short, short)]
+        numbers[: self._num_full] = numbers[~is_short]
+        numbers[self._num_full :] = short[np.argsort(-lengths, kind="stable")]
+        return numbers
 
 
 class Concatenated:
@@ -205,55 +208,6 @@ class Concatenated:
         return order, np.cumsum(self._kept[order])
 
 
-def cut(
-    lengths: Int[np.ndarray, " documents"], sequence_length: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most S + 1 tokens that overlap by one.
-
-    Args:
-        lengths: Tokens of each document; a document of fewer than 2 has no piece.
-        sequence_length: S.
-
-    Returns:
-        Document, number within the document, and tokens of each piece.
-    """
-    predictions = np.maximum(lengths.astype(np.int64) - 1, 0)
-    counts = -(-predictions // sequence_length)
-    owner = np.repeat(np.arange(len(lengths)), counts)
-    piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    remaining = predictions[owner] - piece * sequence_length
-    return owner, piece, np.minimum(remaining, sequence_length) + 1
-
-
-def _kept(
-    documents: DocumentSet,
-    owner: np.ndarray,
-    piece: np.ndarray,
-    lengths: np.ndarray,
-    sequence_length: int,
-    long: Long,
-) -> np.ndarray:
-    """Return which pieces of documents to pack.
-
-    Args:
-        documents: Documents; without weights all their pieces are kept.
-        owner: Document of each piece.
-        piece: Number of each piece within its document.
-        lengths: Tokens of each piece.
-        sequence_length: S.
-        long: Pieces to keep of documents that do not fit into a row.
-    """
-    is_kept = np.ones(len(owner), bool)
-    if documents.weights is None:
-        return is_kept
-    if long == "truncate":
-        is_kept = piece == 0
-    elif long == "leave_out":
-        is_kept = documents.lengths[owner] <= sequence_length + 1
-    predicted = documents.starts[owner] + piece * sequence_length + 1
-    return is_kept & (documents.trained_in(predicted, lengths - 1) > 0)
-
-
 def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:
     """Return the row of each piece, packed in the given order.
 
@@ -290,10 +244,10 @@ def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarr
 def _read(file: pathlib.Path | None, num_pieces: int) -> np.ndarray | None:
     """Return the cached packing, if there is one of this size."""
     try:
-        slots = None if file is None else np.load(file)
+        slots = None if file is None else np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
         return None
-    return slots if slots is not None and slots.shape == (num_pieces,) else None
+    return np.array(slots) if slots is not None and slots.shape == (num_pieces,) else None
 
 
 def _write(file: pathlib.Path | None, slots: np.ndarray) -> None:

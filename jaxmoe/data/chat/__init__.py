@@ -33,7 +33,8 @@ from jaxmoe.data.chat.render import (
 from jaxmoe.data.chat.template import ChatTemplate
 from jaxmoe.data.chat.tokenizer_template import read_template
 from jaxmoe.data.packed import PackedSource, build_sources
-from jaxmoe.data.packing import CONCATENATED_WEIGHTS, Long
+from jaxmoe.data.packing import CONCATENATED_WEIGHTS
+from jaxmoe.data.pieces import Long
 from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import SourceTraits, TemplateName
 from jaxmoe.data.tokenizer import TokenizerConfig

@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import tracemalloc
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,7 +15,9 @@ import pytest
 
 from jaxmoe import Transformer, init_params
 from jaxmoe.data.loader import Loader, _batch_of
-from jaxmoe.data.packing import BestFit, Concatenated, best_fit, cut
+from jaxmoe.data.order import frozen_generator
+from jaxmoe.data.packing import BestFit, Concatenated, best_fit
+from jaxmoe.data.pieces import cut
 from jaxmoe.data.source import Row
 from jaxmoe.data.store import DocumentSet
 from tests.support.models import TINY
@@ -101,6 +104,58 @@ def test_pieces_overlap_by_one():
     assert owner.tolist() == [1, 2, 2, 3, 3, 3]
     assert piece.tolist() == [0, 0, 1, 0, 1, 2]
     assert length.tolist() == [2, 5, 5, 5, 5, 2]
+
+
+def _rows_of_all_pieces(documents, length, seed, epoch):
+    """Tokens of all rows, from arrays of all pieces: sorted, packed, drawn."""
+    owner, piece, sizes = cut(documents.lengths, length)
+    slots = best_fit(-np.sort(-sizes), length + 1)
+    numbers = np.arange(len(sizes))
+    if seed is not None:
+        numbers = frozen_generator(seed, epoch).permutation(len(sizes))
+    filled = numbers[np.argsort(-sizes[numbers], kind="stable")]
+    rows = []
+    for row in range(slots.max(initial=-1) + 1):
+        tokens = [
+            documents.document(owner[number])[piece[number] * length :][: sizes[number]]
+            for number in filled[slots == row]
+        ]
+        joined = np.concatenate(tokens)
+        rows.append(np.pad(joined, (0, length + 1 - len(joined))))
+    if seed is None:
+        rows = [rows[number] for number in frozen_generator(0).permutation(len(rows))]
+    return rows
+
+
+@hypothesis.given(DOCUMENTS, LENGTHS, st.sampled_from([None, 0, 3]), st.integers(0, 2))
+def test_rows_are_those_of_a_table_of_all_pieces(lengths, sequence_length, seed, epoch):
+    documents = _documents(lengths)
+    plan = BestFit(documents, sequence_length=sequence_length, seed=seed, file=None)
+    expected = _rows_of_all_pieces(documents, sequence_length, seed, 0 if seed is None else epoch)
+    rows = [plan.row(index, epoch).tokens.tolist() for index in range(plan.num_rows)]
+    assert rows == [row.tolist() for row in expected]
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_long_document_takes_few_bytes_for_each_row(seed):
+    def peak(num_rows):
+        size = 8 * num_rows + 1
+        documents = DocumentSet(
+            tokens=np.broadcast_to(np.int32(1), (size,)),  # takes no memory
+            starts=np.zeros(1, np.int64),
+            lengths=np.array([size]),
+            sizes=np.array([size]),
+        )
+        tracemalloc.start()
+        plan = BestFit(documents, sequence_length=8, seed=seed, file=None)
+        assert plan.num_rows == num_rows
+        plan.row(5, 0)
+        return tracemalloc.get_traced_memory()[1], tracemalloc.stop()
+
+    small, large = peak(20_000)[0], peak(100_000)[0]
+    # Numbers of pieces in int32, twice while they are drawn, and marks of one byte; a held-out
+    # split has the order of its rows too. A table of all pieces takes 100 bytes for each.
+    assert (large - small) / 80_000 < (12 if seed is not None else 24)
 
 
 def test_epochs_differ_and_have_equal_length():
