@@ -22,7 +22,7 @@ Long = Literal["cut", "truncate", "leave_out"]
 """Pieces to keep of a document of several: all, the first, or none."""
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Part of a document."""
 
     document: int
@@ -58,7 +58,7 @@ class Pieces:
         remainders = self._predictions[counts > 0] % sequence_length
         short, lengths = last[remainders > 0], remainders[remainders > 0] + 1
         if documents.weights is not None:
-            self._numbers, self.num_unused = _trained(documents, sequence_length, long)
+            self._numbers, self.num_unused = _trained_pieces(documents, sequence_length, long)
             self.num_left_out = total - len(self._numbers)
             is_kept = np.isin(short, self._numbers, assume_unique=True)
             short, lengths = np.searchsorted(self._numbers, short[is_kept]), lengths[is_kept]
@@ -81,7 +81,7 @@ class Pieces:
         full = (self.count - len(self.short)) * self._length
         return full + int(self.short_lengths.sum()) - len(self.short_lengths)
 
-    def __getitem__(self, number: int) -> Piece:
+    def __getitem__(self, number: int) -> DocumentPiece:
         """Return the piece of a number."""
         if self._numbers is not None:
             number = int(self._numbers[number])
@@ -89,7 +89,7 @@ class Pieces:
         of_document = int(self._predictions[document])
         before = int(self._ends[document]) - -(-of_document // self._length)
         start = (number - before) * self._length
-        return Piece(document, start, min(of_document - start, self._length) + 1)
+        return DocumentPiece(document, start, min(of_document - start, self._length) + 1)
 
 
 def cut(
@@ -112,7 +112,7 @@ def cut(
     return owner, piece, np.minimum(remaining, sequence_length) + 1
 
 
-def _trained(
+def _trained_pieces(
     documents: DocumentSet, sequence_length: int, long: Long
 ) -> tuple[Int[np.ndarray, " pieces"], int]:
     """Return the numbers of the pieces to pack, and how many documents have none of their own.
