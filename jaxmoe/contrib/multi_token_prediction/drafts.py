@@ -133,12 +133,13 @@ class DraftPrograms(HostPrograms):
         return Programs(read, write)
 
 
-def check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
+def check_drafts(model: ModelConfig, execution: ExecutionConfig, mesh: Any = None) -> None:
     """Refuse models and meshes on which modules cannot draft.
 
     Args:
         model: Model with modules.
         execution: How it is computed.
+        mesh: Mesh that it is computed on; the current one when None.
 
     Raises:
         ValueError: It has none, a state cannot go back to an earlier token, or there is a mesh.
@@ -154,7 +155,8 @@ def check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
             f"drafts that are not accepted are taken back, and the state of {recurrent[0]} cannot"
             " go back: generate without drafts"
         )
-    if any(size > 1 for size in jax.sharding.get_abstract_mesh().shape.values()):
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if any(size > 1 for size in mesh.shape.values()):
         raise ValueError("drafts are made on one device: leave the mesh out, or the drafts")
     if execution.cache_reading.name != "whole":
         raise ValueError(
