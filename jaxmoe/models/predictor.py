@@ -75,19 +75,16 @@ class Predictor(abc.ABC):
         """Return the programs of one generation after the other, in which the modules draft."""
 
     @abc.abstractmethod
-    def drafter(
-        self, model: ModelConfig, execution: ExecutionConfig, *, sizes: Any, mesh: Any
-    ) -> Any:
+    def drafter(self, model: ModelConfig, execution: ExecutionConfig, sizes: Any) -> Any:
         """Return what drafts in serving: a `jaxmoe.serve.device.drafting.ServedDrafter`.
 
         Args:
             model: Model with the modules.
             execution: How it is served.
             sizes: `jaxmoe.serve.device.config.ExecutorConfig` without drafts.
-            mesh: Mesh of the instance; None for one device.
 
         Raises:
-            ValueError: The modules cannot draft for this model, or on this mesh.
+            ValueError: The modules cannot draft for this model.
         """
 
     @abc.abstractmethod

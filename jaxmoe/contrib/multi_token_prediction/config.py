@@ -77,11 +77,9 @@ class MultiTokenModulesConfig(Predictor):
         """Return the programs of one generation after the other, in which the modules draft."""
         return DraftPrograms()
 
-    def drafter(
-        self, model: ModelConfig, execution: ExecutionConfig, *, sizes: Any, mesh: Any
-    ) -> ModulesDrafter:
+    def drafter(self, model: ModelConfig, execution: ExecutionConfig, sizes: Any) -> ModulesDrafter:
         """Return what drafts in serving."""
-        return ModulesDrafter(model, execution, sizes, mesh)
+        return ModulesDrafter(model, execution, sizes)
 
     def family(self, family: Any) -> Any:
         """Return a family whose config and tensors have the modules."""

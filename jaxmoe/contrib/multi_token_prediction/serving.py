@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.contrib.multi_token_prediction.drafts import check_drafts
+from jaxmoe.contrib.multi_token_prediction.drafts import check_modules
 from jaxmoe.contrib.multi_token_prediction.modules import module_outputs
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.config import ModelConfig
@@ -77,23 +77,20 @@ class DraftInputs(NamedTuple):
 class ModulesDrafter(ServedDrafter):
     """Modules of a model that draft for the sequences of an executor."""
 
-    def __init__(
-        self, model: ModelConfig, execution: ExecutionConfig, sizes: ExecutorConfig, mesh: Any
-    ):
+    def __init__(self, model: ModelConfig, execution: ExecutionConfig, sizes: ExecutorConfig):
         """Make the program.
 
         Args:
             model: Model with modules.
             execution: How it is served.
             sizes: Sizes of the executor.
-            mesh: Mesh of the instance; None for one device.
 
         Raises:
-            ValueError: The modules cannot draft for this model, or there is a mesh.
+            ValueError: The modules cannot draft for this model.
         """
-        check_drafts(model, execution, mesh)
+        check_modules(model, execution)
         scan = model.further_scan
-        assert scan is not None  # `check_drafts`
+        assert scan is not None  # `check_modules`
         (self._stack,) = scan.stacks
         self._model = model
         self._execution = execution
@@ -112,7 +109,8 @@ class ModulesDrafter(ServedDrafter):
         pools = {self._stack.path: keys}
         if self.depth > 1:
             shape = (1, pages, size, self._model.embed_dim)
-            pools[_STATES] = jnp.zeros(shape, self._execution.precision.compute_dtype)
+            states = jnp.zeros(shape, self._execution.precision.compute_dtype)
+            pools[_STATES] = self._execution.placement.place(states, (None,) * states.ndim)
         return pools
 
     def guess(
@@ -224,9 +222,11 @@ def make_drafts(
         execution: How it is served.
     """
     scan = model.further_scan
-    assert scan is not None  # `check_drafts`
+    assert scan is not None  # `check_modules`
     (stack,) = scan.stacks
     mixer: Any = stack.kind.mixer
+    place = execution.placement.place
+    whole = (None, None, None)
 
     def draft(
         params: Any, router_state: Any, pools: Pools, hidden: Array, inputs: DraftInputs
@@ -259,7 +259,9 @@ def make_drafts(
                 cache=cache,
             )
             states, cache = stream.x, stream.cache
-            logits = output_logits(outputs.hidden[0][:, inputs.last], head, model, execution)[0]
+            # Whole on every device, as in a step.
+            last = place(outputs.hidden[0], whole)[:, inputs.last]
+            logits = place(output_logits(last, head, model, execution), whole)[0]
             keys = keys_of(inputs.seeds, inputs.indices + (k + 1))
             guesses = guesses.at[:, k].set(choose_each(logits, keys, inputs.limits))
         return guesses, pools | {stack.path: cache.pool}

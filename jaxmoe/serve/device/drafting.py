@@ -204,14 +204,13 @@ class GuessedTokens:
 
 
 def guesses_of(
-    model: ModelConfig, execution: Any, mesh: Any, config: ExecutorConfig, adapters: Sequence[str]
+    model: ModelConfig, execution: Any, config: ExecutorConfig, adapters: Sequence[str]
 ) -> GuessedTokens | None:
     """Return what guesses the tokens of an executor; None where its sizes ask for no drafts.
 
     Args:
         model: Config of the model.
         execution: How it is computed.
-        mesh: Mesh of the instance; None for one device.
         config: Sizes of the executor.
         adapters: Adapters that are served with the model.
 
@@ -230,5 +229,4 @@ def guesses_of(
             f"drafts=True: modules draft for the model alone, and it is served with the adapters"
             f" {', '.join(adapters)}: serve it without drafts, or one folded run"
         )
-    drafter = model.extras.predictor.drafter(model, execution, sizes=config, mesh=mesh)
-    return GuessedTokens(drafter, config)
+    return GuessedTokens(model.extras.predictor.drafter(model, execution, config), config)

@@ -128,7 +128,7 @@ class ModelExecutor:
         self._is_apart = num_calls(model) <= self.config.layers_apart
         if self._is_apart:
             self.execution = dataclasses.replace(self.execution, unroll=longest_loop(model))
-        self._guesses = guesses_of(model, self.execution, mesh, self.config, adapters)
+        self._guesses = guesses_of(model, self.execution, self.config, adapters)
         compiled = self.config if self._guesses is None else self._guesses.compiled
         self._most_rows = compiled.shapes.most_rows
         self._mesh = mesh

@@ -59,7 +59,7 @@ def drafting() -> ModelExecutor:
         patch.setattr(
             executor_module,
             "guesses_of",
-            lambda model, execution, mesh, config, adapters: GuessedTokens(ORACLE, config),
+            lambda model, execution, config, adapters: GuessedTokens(ORACLE, config),
         )
         return ModelExecutor(MODEL, params(), config=SIZES)
 
