@@ -25,11 +25,7 @@ from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.device.config import ExecutorConfig
 from jaxmoe.serve.device.drafting import ComputedWork, guesses_of
-from jaxmoe.serve.device.draw import (
-    draw_adjusted,
-    no_adjustments,
-    set_adjustments,
-)
+from jaxmoe.serve.device.draw import draw_adjusted, no_adjustments, set_adjustments
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
 from jaxmoe.serve.device.inputs import InputArrays, PlacedWork
@@ -83,6 +79,7 @@ class LaunchedStep:
     hidden: Any
     """States of its tokens on the device, for what drafts; None where nothing does."""
     shape: StepShape
+    """Shape that was computed."""
     results: dict[int, Result] | None = None
     """Results by sequence, once they are collected."""
 
