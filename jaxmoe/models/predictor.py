@@ -6,8 +6,8 @@
     declare   their parameters, while the model's are declared
 
 The logits of the model do not depend on them. An objective trains them (`Objective.further_loss`),
-generation may draft with them. Routers of their layers have rows of the router state behind those
-of the model's layers.
+generation and serving may draft with them. Routers of their layers have rows of the router state
+behind those of the model's layers.
 
 To add a predictor: a config that extends `Predictor`, and its row under `predictor` in
 `jaxmoe/catalog/layers.py`.
@@ -73,6 +73,19 @@ class Predictor(abc.ABC):
     @abc.abstractmethod
     def drafts(self) -> HostPrograms:
         """Return the programs of one generation after the other, in which the modules draft."""
+
+    @abc.abstractmethod
+    def drafter(self, model: ModelConfig, execution: ExecutionConfig, sizes: Any) -> Any:
+        """Return what drafts in serving: a `jaxmoe.serve.device.drafting.ServedDrafter`.
+
+        Args:
+            model: Model with the modules.
+            execution: How it is served.
+            sizes: `jaxmoe.serve.device.config.ExecutorConfig` without drafts.
+
+        Raises:
+            ValueError: The modules cannot draft for this model.
+        """
 
     @abc.abstractmethod
     def family(self, family: Any) -> Any:

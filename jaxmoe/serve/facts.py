@@ -73,6 +73,8 @@ class Facts:
     steps_ahead: int = 0
     """Steps that may start before the tokens of those before them are known: 1 for an executor that
     hands them over on the device."""
+    tells_history: bool = False
+    """Whether the works of a step tell the tokens before them, which an executor drafts with."""
     shapes: Shapes | None = None
     """Compiled shapes; None takes any number of pieces of any length."""
     capabilities: frozenset[str] = frozenset({"pages"})

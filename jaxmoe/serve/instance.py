@@ -54,6 +54,8 @@ class Instance:
         """Tokens computed in all layers."""
         self.num_cached = 0
         """Tokens taken from the pool at admissions instead."""
+        self.num_guessed = self.num_accepted = 0
+        """Tokens that were guessed and computed, and those of them that were drawn as well."""
         self.has_sharing = has_sharing
         """Whether requests share the pages of equal beginnings."""
         self.tables = SequencePages(self.pool, has_sharing=has_sharing)
@@ -386,8 +388,8 @@ class Instance:
         draws = end == len(tokens)
         index = sequence.num_written
         sampling = request.sampling
-        has_history = sequence.reads_more and (
-            sequence.reads_prompt or (draws and sampling.has_history)
+        has_history = self.facts.tells_history or (
+            sequence.reads_more and (sequence.reads_prompt or (draws and sampling.has_history))
         )
         history = tuple(tokens) if has_history else ()
         pages = tuple(sequence.pages)
@@ -441,7 +443,16 @@ class Instance:
         if result is None:
             return ()
         sequence.append(result.token, now)
-        return self._events(sequence, work, result)
+        events = self._events(sequence, work, result)
+        self.num_guessed += result.num_guessed
+        self.num_accepted += len(result.further)
+        for number, further in enumerate(result.further, 1):
+            if sequence.state == "finished":  # the tokens behind its end are thrown away
+                break
+            self._advance(sequence, 1)
+            sequence.append(further.token, now)
+            events += self._events(sequence, work, further, work.index + number)
+        return events
 
     def _advance(self, sequence: Sequence, count: int) -> None:
         """Count computed tokens, and name the pages that they have filled.
@@ -455,11 +466,13 @@ class Instance:
         if sequence.computed >= (sequence.named + 1) * self.facts.page_size:
             self.tables.name(sequence, sequence.computed)
 
-    def _events(self, sequence: Sequence, work: Work, result: Result) -> tuple[Event, ...]:
+    def _events(
+        self, sequence: Sequence, work: Work, result: Result, index: int | None = None
+    ) -> tuple[Event, ...]:
         """Return a token that was written, and the end of an answer that it ends."""
         if work.reads_prompt:
             result = sequence.with_prompt(result)
-        token = Token(sequence.id, work.index, result)
+        token = Token(sequence.id, work.index if index is None else index, result)
         reason = result.ending or self._ending(sequence, result.token)
         if reason is None:
             return (token,)

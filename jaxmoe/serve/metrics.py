@@ -98,6 +98,10 @@ class EngineMetrics:
     """Tokens of prompts that were found in the pool."""
     tokens_generated: int = 0
     """Tokens of answers."""
+    drafts_checked: int = 0
+    """Drafted tokens that devices computed beside those before them."""
+    drafts_accepted: int = 0
+    """Drafted tokens that the model drew as well."""
     tokens_per_second: float = 0.0
     """Tokens of answers per second, over the last 10 seconds."""
     ttft: tuple[float, ...] = ()
@@ -207,6 +211,8 @@ class Meter:
             tokens_computed=instance.num_computed,
             tokens_cached=instance.num_cached,
             tokens_generated=self._num_generated,
+            drafts_checked=instance.num_guessed,
+            drafts_accepted=instance.num_accepted,
             tokens_per_second=self._num_recent / seconds,
             ttft=tuple(self._ttft),
             tpot=tuple(self._tpot),

@@ -276,6 +276,12 @@ class Result:
     (stop), or cannot go on (error)."""
     message: str = ""
     """Explanation of an error."""
+    further: tuple[Result, ...] = ()
+    """Results of the tokens behind it that the step has drawn too, because it had computed the ones
+    before them as guesses."""
+    num_guessed: int = 0
+    """Guesses that the step has computed behind this draw; those that were drawn are in
+    `further`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

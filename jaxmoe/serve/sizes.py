@@ -44,6 +44,8 @@ class EngineSizesConfig:
     has_experts: bool = False
     """Whether a request may ask for the experts of each token, which are then kept in host memory
     for every token in a page."""
+    drafts: bool = False
+    """Whether modules of the model draft tokens that it checks together; no answer changes."""
     batching: BatchingConfig = SplitFuseConfig()
     """What a step computes."""
     retention: RetentionConfig = LRURetentionConfig()
@@ -120,6 +122,7 @@ class EngineSizesConfig:
             context_lengths=lengths,
             num_logprobs=self.num_logprobs,
             has_experts=self.has_experts,
+            drafts=self.drafts,
         )
 
     def lengths(self, length: int) -> tuple[int, ...]:

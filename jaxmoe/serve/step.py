@@ -32,8 +32,8 @@ class Work:
     """Adapter of the sequence; empty for the model itself."""
     history: Sequence[int] = ()
     """Tokens of prompt and answer, where one is drawn with penalties or a grammar, or something of
-    all tokens of the prompt is returned; else empty. The last is `PENDING` where that of `tokens`
-    is."""
+    all tokens of the prompt is returned, or `Facts.tells_history` asks for it; else empty. The last
+    is `PENDING` where that of `tokens` is."""
 
     @property
     def reads_prompt(self) -> bool:

@@ -128,10 +128,11 @@ class Smaller:
 
     num_pages: int = SIZES.num_pages
     shapes: Shapes = SIZES.shapes
+    executor: Callable[[], ModelExecutor] = executor
 
     def facts(self, *, max_waiting: int = 99) -> Facts:
         """Return the sizes of the instance."""
-        found = executor().facts(max_waiting=max_waiting)
+        found = self.executor().facts(max_waiting=max_waiting)
         return dataclasses.replace(
             found,
             num_pages=self.num_pages,
@@ -142,7 +143,7 @@ class Smaller:
 
     def check(self, request: Request) -> None:
         """Check a request."""
-        executor().check(request)
+        self.executor().check(request)
 
     def run(self, step: Any) -> Any:
         """Compute a step."""
@@ -150,19 +151,19 @@ class Smaller:
 
     def launch(self, step: Any) -> Any:
         """Begin a step."""
-        return executor().launch(step)
+        return self.executor().launch(step)
 
     def collect(self, launched: Any) -> Any:
         """Wait for a step."""
-        return executor().collect(launched)
+        return self.executor().collect(launched)
 
     def reset(self) -> None:
         """Begin with empty pages."""
-        executor().reset()
+        self.executor().reset()
 
     def expert_load(self) -> Any:
         """Return the tokens of each expert."""
-        return executor().expert_load()
+        return self.executor().expert_load()
 
 
 @dataclasses.dataclass

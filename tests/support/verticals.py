@@ -157,6 +157,9 @@ VERTICALS = {
             "jaxmoe/training/objective.py",
             "jaxmoe/training/loss.py",
             "jaxmoe/checkpoint/huggingface/weights.py",
+            "jaxmoe/serve/instance.py",
+            "jaxmoe/serve/device/drafting.py",
+            "jaxmoe/serve/device/executor.py",
         )
         + _LAYERS,
     ),

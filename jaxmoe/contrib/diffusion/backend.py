@@ -26,6 +26,7 @@ _OF_PAGES = (
     "page_size",
     "num_logprobs",
     "has_experts",
+    "drafts",
 )
 
 

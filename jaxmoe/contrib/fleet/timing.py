@@ -91,6 +91,7 @@ def _full_step(config: ExecutorConfig, pieces: tuple[int, int], length: int) -> 
             draws=True,
             index=0,
             sampling=Sampling(temperature=0.0),
+            history=(1,) * length,
         )
 
     singles = config.shapes.singles

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from jaxmoe.contrib.multi_token_prediction.drafts import DraftPrograms
 from jaxmoe.contrib.multi_token_prediction.families import with_modules
 from jaxmoe.contrib.multi_token_prediction.modules import first_inputs, module_scan
+from jaxmoe.contrib.multi_token_prediction.serving import ModulesDrafter
 from jaxmoe.models.predictor import Predictor
 from jaxmoe.models.stacks import Layer, LayerStack, Scan
 from sharding import axes as ax
@@ -75,6 +76,10 @@ class MultiTokenModulesConfig(Predictor):
     def drafts(self) -> DraftPrograms:
         """Return the programs of one generation after the other, in which the modules draft."""
         return DraftPrograms()
+
+    def drafter(self, model: ModelConfig, execution: ExecutionConfig, sizes: Any) -> ModulesDrafter:
+        """Return what drafts in serving."""
+        return ModulesDrafter(model, execution, sizes)
 
     def family(self, family: Any) -> Any:
         """Return a family whose config and tensors have the modules."""

@@ -118,7 +118,9 @@ class DraftPrograms(HostPrograms):
         Raises:
             ValueError: The model has no modules, its state cannot go back, or there is a mesh.
         """
-        check_drafts(model, execution)
+        check_modules(model, execution)
+        if any(size > 1 for size in jax.sharding.get_abstract_mesh().shape.values()):
+            raise ValueError("drafts are made on one device: leave the mesh out, or the drafts")
         programs = _compile_programs(model, execution, capacity, is_greedy, has_filters)
 
         def read(*arguments: Any) -> DraftState:
@@ -133,15 +135,15 @@ class DraftPrograms(HostPrograms):
         return Programs(read, write)
 
 
-def check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
-    """Refuse models and meshes on which modules cannot draft.
+def check_modules(model: ModelConfig, execution: ExecutionConfig) -> None:
+    """Refuse models whose modules cannot draft.
 
     Args:
         model: Model with modules.
         execution: How it is computed.
 
     Raises:
-        ValueError: It has none, a state cannot go back to an earlier token, or there is a mesh.
+        ValueError: It has none, or a state cannot go back to an earlier token.
     """
     if model.further_scan is None:
         raise ValueError(
@@ -154,8 +156,6 @@ def check_drafts(model: ModelConfig, execution: ExecutionConfig) -> None:
             f"drafts that are not accepted are taken back, and the state of {recurrent[0]} cannot"
             " go back: generate without drafts"
         )
-    if any(size > 1 for size in jax.sharding.get_abstract_mesh().shape.values()):
-        raise ValueError("drafts are made on one device: leave the mesh out, or the drafts")
     if execution.cache_reading.name != "whole":
         raise ValueError(
             f"reading:{execution.cache_reading.name} keeps other pages after tokens that are taken"
@@ -188,7 +188,7 @@ class _Drafter:
         has_filters: bool,
     ):
         scan = model.further_scan
-        assert scan is not None  # `check_drafts`
+        assert scan is not None  # `check_modules`
         (self._stack,) = scan.stacks
         self._model = model
         self._execution = execution
@@ -384,7 +384,7 @@ class _Drafter:
             hidden = stream.x
             modules = stream.cache
             logits = output_logits(outputs.hidden[0][:, -1:], head, model, execution)[:, -1]
-            guesses.append(self._draw(logits, inputs, number + k + 1))
+            guesses.append(self._draw(logits, inputs, number + k))
             tokens = tokens.at[rows, state.length + k + 1].set(guesses[-1])
         return jnp.stack(guesses, axis=1), modules
 

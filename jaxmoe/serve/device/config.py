@@ -33,6 +33,10 @@ class ExecutorConfig:
     """Whether a request may ask for the chosen experts. They are kept in host memory for every
     token in a page, a number of 1 or 2 bytes for each MoE layer and slot."""
 
+    drafts: bool = False
+    """Whether modules of the model draft tokens that a step checks together, see `drafting.py`.
+    Steps then start when the one before has ended."""
+
     def __post_init__(self):
         lengths = self.context_lengths
         if not lengths or min(lengths) < 1 or sorted(set(lengths)) != [*lengths]:

@@ -24,12 +24,8 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.device.draw import (
-    MOST_BIASES,
-    draw_adjusted,
-    no_adjustments,
-    set_adjustments,
-)
+from jaxmoe.serve.device.drafting import ComputedWork, guesses_of
+from jaxmoe.serve.device.draw import draw_adjusted, no_adjustments, set_adjustments
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
 from jaxmoe.serve.device.inputs import InputArrays, PlacedWork
@@ -45,6 +41,7 @@ from jaxmoe.serve.device.prompt import (
 )
 from jaxmoe.serve.device.rows import (
     asks_for_more,
+    check_asked,
     result_with,
     wants_last_state,
     wants_states,
@@ -52,7 +49,7 @@ from jaxmoe.serve.device.rows import (
 from jaxmoe.serve.device.step import StepInputs, StepOptions, StepOutputs, make_step
 from jaxmoe.serve.device.transfers import Held, HeldPages, host_bytes, make_transfers, num_transfers
 from jaxmoe.serve.facts import Facts
-from jaxmoe.serve.requests import Request, Result, Sampling, check_numbers
+from jaxmoe.serve.requests import Request, Result, Sampling
 from jaxmoe.serve.step import EngineStep, Work
 from sharding.mesh import MeshConfig
 
@@ -79,6 +76,10 @@ class LaunchedStep:
     """Arrays that are fetched."""
     scores: PositionScores | None
     """Scores of prompts; None where no request asks for them."""
+    hidden: Any
+    """States of its tokens on the device, for what drafts; None where nothing does."""
+    shape: StepShape
+    """Shape that was computed."""
     results: dict[int, Result] | None = None
     """Results by sequence, once they are collected."""
 
@@ -124,11 +125,14 @@ class ModelExecutor:
         self._is_apart = num_calls(model) <= self.config.layers_apart
         if self._is_apart:
             self.execution = dataclasses.replace(self.execution, unroll=longest_loop(model))
+        self._guesses = guesses_of(model, self.execution, self.config, adapters)
+        compiled = self.config if self._guesses is None else self._guesses.compiled
+        self._most_rows = compiled.shapes.most_rows
         self._mesh = mesh
         self._router_state = router_state
         self._params = self._laid_out(params)
         options = StepOptions(num_top=self.config.num_logprobs, has_experts=self.config.has_experts)
-        self._arrays = InputArrays(self.config, model.vocab_size, adapters)
+        self._arrays = InputArrays(compiled, model.vocab_size, adapters)
         self._step = make_step(model, self.execution, options)
         self._score = make_scores(model, self.execution, self.config.num_logprobs)
         self.moved_bytes = 0
@@ -162,16 +166,17 @@ class ModelExecutor:
     def reset(self) -> None:
         """Allocate empty pages, as at the start and after a step that failed."""
         self._host = HostPages()
-        self._matchers = Matchers(self.config.shapes.most_rows)
+        self._matchers = Matchers(self._most_rows)
         self._uncollected = list[LaunchedStep]()
         self._rows: dict[int, int] = {}
         self._load: np.ndarray | None = None
         size = self.config.num_pages, self.config.page_size
         self._experts = PageExperts(self.model, *size, is_kept=self.config.has_experts)
         with self._in_mesh():
-            self._pools = initial_pools(
-                self.model, self.execution, pages=self.config.num_pages, size=self.config.page_size
-            )
+            self._pools = initial_pools(self.model, self.execution, pages=size[0], size=size[1])
+            if self._guesses is not None:
+                self._guesses.forget()
+                self._pools |= self._guesses.drafter.initial_pools(pages=size[0], size=size[1])
             self._drawn: Any = self._no_tokens()
 
     @property
@@ -216,16 +221,19 @@ class ModelExecutor:
         """
         with self._in_mesh():
             self._transfer(step)
+            step = step if self._guesses is None else self._guesses.added_to(step)
             pieces = self.config.shapes.fitting([len(work.tokens) for work in step.pieces])
             assert pieces is not None  # `check` has compared the plan with the shapes
             longest = max((work.start + len(work.tokens) for work in step.works), default=0)
             length = next(n for n in self.config.context_lengths if n >= longest)
-            inputs, placed = self._inputs(step, StepShape(pieces, length))
+            shape = StepShape(pieces, length)
+            inputs, placed = self._inputs(step, shape)
             outputs, self._pools = self._step(self._params, self._router_state, self._pools, inputs)
             scores = self._scores(outputs, placed)
             outputs = self._drawn_again(outputs, inputs, placed)
             self._drawn = outputs.tokens
             self._rows = {work.id: row for work, row, _ in placed if work.draws}
+            hidden = None if self._guesses is None else outputs.hidden
             outputs = outputs._replace(
                 logits=None,
                 hidden=outputs.hidden if any(map(wants_states, step.works)) else None,
@@ -233,7 +241,7 @@ class ModelExecutor:
             )
             for array in jax.tree.leaves((outputs, scores)):
                 array.copy_to_host_async()
-        launched = LaunchedStep(placed, outputs, scores)
+        launched = LaunchedStep(placed, outputs, scores, hidden, shape)
         self._uncollected.append(launched)
         return launched
 
@@ -263,7 +271,7 @@ class ModelExecutor:
                 self._experts.write(work, fetched.experts[:, first : first + len(work.tokens)])
         tokens = fetched.tokens.tolist()
         logprobs = fetched.logprobs.tolist()
-        results = {}
+        results: list[Result | None] = []
         for work, row, first in launched.placed:
             prompt = scores_of(scores, work, first)
             states = None
@@ -275,10 +283,25 @@ class ModelExecutor:
                     experts = self._experts.read(work)
                     result = result_with(result, fetched, work, row, experts)
                     result = self._matchers.ending(work, result)
-                results[work.id] = result
-            elif work.reads_prompt:
-                results[work.id] = Result(-1, prompt=prompt, states=states)
-        return results
+                results.append(result)
+            else:
+                is_read = work.reads_prompt
+                results.append(Result(-1, prompt=prompt, states=states) if is_read else None)
+        if self._guesses is None:
+            pairs = zip(launched.placed, results, strict=True)
+            return {place.work.id: result for place, result in pairs if result is not None}
+        by_sequence, works = self._guesses.checked(launched.placed, results)
+        self._guess(launched.hidden, works, launched.shape)
+        return by_sequence
+
+    def _guess(self, hidden: Any, works: Sequence[ComputedWork], shape: StepShape) -> None:
+        """Let the device guess the tokens behind some works."""
+        assert self._guesses is not None  # the caller has looked
+        sizes = shape.pieces, shape.context_length
+        with self._in_mesh():
+            arguments = (self._params, self._router_state, self._pools, hidden, works)
+            guesses, self._pools = self._guesses.drafter.guess(*arguments, *sizes)
+        self._guesses.remember(works, guesses)
 
     def _scores(self, outputs: StepOutputs, placed: Sequence[PlacedWork]) -> PositionScores | None:
         """Return the scores behind each position; None where no request asks for them."""
@@ -369,7 +392,8 @@ class ModelExecutor:
             max_running=config.shapes.singles,
             max_length=config.context_lengths[-1],
             max_waiting=max_waiting,
-            steps_ahead=1,
+            steps_ahead=int(self._guesses is None),
+            tells_history=self._guesses is not None,
             num_layers=self.model.num_layers,
             shapes=config.shapes,
         )
@@ -384,29 +408,7 @@ class ModelExecutor:
             ValueError: An id outside the vocabulary, a seed out of range, an adapter, or more
                 log-probabilities or experts than are compiled.
         """
-        check_numbers(request, self.model.vocab_size)
-        sampling = request.sampling
-        if max(sampling.num_logprobs, sampling.num_prompt_logprobs or 0) > self.config.num_logprobs:
-            raise ValueError(
-                f"num_logprobs={sampling.num_logprobs} or num_prompt_logprobs="
-                f"{sampling.num_prompt_logprobs} exceeds the {self.config.num_logprobs} that"
-                " are compiled: ask for fewer, or set num_logprobs of the executor"
-            )
-        if len(sampling.logit_bias) + len(sampling.stop_ids) > MOST_BIASES:
-            raise ValueError(
-                f"stop_ids has {len(sampling.stop_ids)} tokens: with those of logit_bias at most"
-                f" {MOST_BIASES} are compiled"
-            )
-        if sampling.has_experts and not self.config.has_experts:
-            raise ValueError(
-                "has_experts asks for the chosen experts, which are not compiled: set has_experts"
-                " of the executor to True"
-            )
-        if request.adapter and request.adapter not in self.adapters:
-            raise ValueError(
-                f"adapter={request.adapter!r} is not loaded: this executor has"
-                f" {', '.join(self.adapters) or 'none'}"
-            )
+        check_asked(request, self.config, self.model.vocab_size, self.adapters)
 
     def temp_bytes(self, shape: StepShape) -> int:
         """Return the bytes of temporaries of the program of a shape, as its compiler plans them.
@@ -438,6 +440,8 @@ class ModelExecutor:
             scores = self._score(self._params, outputs.hidden, targets)
             jax.block_until_ready((outputs, scores))
             self._drawn = outputs.tokens
+        if self._guesses is not None:
+            self._guess(outputs.hidden, [], shape)
         return dataclasses.replace(shape, seconds=time.perf_counter() - start_time)
 
     def _transfer(self, step: EngineStep) -> None:
@@ -466,7 +470,7 @@ class ModelExecutor:
 
     def _no_tokens(self) -> Any:
         """Return what a step reads that follows none, laid out as the tokens of a step."""
-        tokens = jnp.zeros(self.config.shapes.most_rows, jnp.int32)
+        tokens = jnp.zeros(self._most_rows, jnp.int32)
         return self.execution.placement.place(tokens, (None,))
 
     def _laid_out(self, params: Any) -> Any:

@@ -1,17 +1,20 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a step: how each request is sampled, and what it gets of the outputs."""
+"""Rows of a step: what requests may ask for, how each is sampled, and what it gets of outputs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmoe.models.sampling import Limits
+from jaxmoe.serve.device.config import ExecutorConfig
+from jaxmoe.serve.device.draw import MOST_BIASES
 from jaxmoe.serve.device.step import StepOutputs
-from jaxmoe.serve.requests import Result, Sampling
+from jaxmoe.serve.requests import Request, Result, Sampling, check_numbers
 from jaxmoe.serve.step import Work
 
 
@@ -31,6 +34,46 @@ def set_limits(limits: Any, row: int, sampling: Sampling) -> None:
     if sampling.top_k:
         limits.top_k[row] = min(sampling.top_k, limits.top_k[row])
     limits.top_p[row], limits.min_p[row] = sampling.top_p, sampling.min_p
+
+
+def check_asked(
+    request: Request, config: ExecutorConfig, vocab_size: int, adapters: Sequence[str]
+) -> None:
+    """Refuse what a request asks for and an executor does not compute.
+
+    Args:
+        request: Request of a client.
+        config: Sizes of the executor.
+        vocab_size: Tokens of the model.
+        adapters: Adapters of the executor.
+
+    Raises:
+        ValueError: An id outside the vocabulary, a seed out of range, an adapter, or more
+            log-probabilities or experts than are compiled.
+    """
+    check_numbers(request, vocab_size)
+    sampling = request.sampling
+    if max(sampling.num_logprobs, sampling.num_prompt_logprobs or 0) > config.num_logprobs:
+        raise ValueError(
+            f"num_logprobs={sampling.num_logprobs} or num_prompt_logprobs="
+            f"{sampling.num_prompt_logprobs} exceeds the {config.num_logprobs} that"
+            " are compiled: ask for fewer, or set num_logprobs of the executor"
+        )
+    if len(sampling.logit_bias) + len(sampling.stop_ids) > MOST_BIASES:
+        raise ValueError(
+            f"stop_ids has {len(sampling.stop_ids)} tokens: with those of logit_bias at most"
+            f" {MOST_BIASES} are compiled"
+        )
+    if sampling.has_experts and not config.has_experts:
+        raise ValueError(
+            "has_experts asks for the chosen experts, which are not compiled: set has_experts"
+            " of the executor to True"
+        )
+    if request.adapter and request.adapter not in adapters:
+        raise ValueError(
+            f"adapter={request.adapter!r} is not loaded: this executor has"
+            f" {', '.join(adapters) or 'none'}"
+        )
 
 
 def asks_for_more(work: Work) -> bool:

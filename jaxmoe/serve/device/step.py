@@ -105,7 +105,7 @@ def make_step(
 ) -> Callable[[Any, Any, Pools, StepInputs], tuple[StepOutputs, Pools]]:
     """Return the jitted step `(params, router_state, pools, inputs) -> (outputs, pools)`.
 
-    The pools are donated and written in place.
+    The pools are donated and written in place; those of what drafts stay as they are.
 
     Args:
         model: Config of the model.
@@ -135,7 +135,8 @@ def make_step(
             router_state=router_state,
             context={} if inputs.adapters is None else {"task": inputs.adapters[None]},
             cache={
-                path: mixers[path].paged_cache(pool, inputs.tables) for path, pool in pools.items()
+                path: mixer.paged_cache(pools[path], inputs.tables)
+                for path, mixer in mixers.items()
             },
             has_logits=False,
         )
@@ -152,7 +153,7 @@ def make_step(
             assert output.statistics is not None  # `record_router` has refused a model without MoE
             outputs = outputs._replace(experts=output.statistics.extra[RECORDED] - 1)
         assert output.cache is not None  # given
-        return outputs, {path: cache.pool for path, cache in output.cache.items()}
+        return outputs, pools | {path: cache.pool for path, cache in output.cache.items()}
 
     return jax.jit(step, donate_argnums=2)
 

@@ -34,6 +34,8 @@ _COUNTERS = {
     "tokens_computed": ("tokens_computed", "Tokens that devices computed."),
     "tokens_cached": ("tokens_cached", "Tokens of prompts that were found in the pool."),
     "tokens_generated": ("tokens_generated", "Tokens of answers."),
+    "drafts_checked": ("drafts_checked", "Drafted tokens that devices computed."),
+    "drafts_accepted": ("drafts_accepted", "Drafted tokens that the model drew as well."),
 }
 _TIMES = {
     "ttft": "Seconds to the first token.",

@@ -213,6 +213,10 @@ def test_micro_batches_are_one_batch_and_biases_of_modules_move():
         "tensor4_ring_of_products",
         "seq2_tensor2_all_gather",
         "seq4_ulysses",
+        "seq2_expert2_tensor2_ulysses",
+        "seq4_ring",
+        "seq2_tensor2_ring_by_document",
+        "seq4_usp",
     ],
 )
 def test_a_mesh_computes_the_step_of_one_device(name):

@@ -431,6 +431,8 @@ def test_numbers_and_the_page(address, client):
     client.completions.create(model="speller", prompt="a", max_tokens=3)
     text = httpx.get(f"{address}/metrics").text
     assert 'jaxmoe_tokens_generated_total{model="speller"}' in text
+    assert 'jaxmoe_drafts_checked_total{model="speller"} 0.0' in text
+    assert 'jaxmoe_drafts_accepted_total{model="speller"} 0.0' in text
     assert 'jaxmoe_requests_ended_total{model="speller",reason="length"}' in text
     ended = int(re.search(r'reason="length"} (\d+)', text).group(1))
     for name in ("ttft", "tpot", "total"):
