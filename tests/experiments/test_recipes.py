@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 
 import pytest
 
+from experiments import describe
+from experiments.plan.__main__ import main as plan_command
 from experiments.plan.config import step_plan
-from experiments.recipes import RECIPES
+from experiments.recipes import RECIPES, published
 from jaxmoe.data import evaluation_batches
 from jaxmoe.execution import Remat
 from jaxmoe.models.presets import ladder_tokens
@@ -108,6 +111,28 @@ def test_what_a_recipe_keeps_fits_the_accelerators_that_it_names(name):
     assert _planned_memory(name, remat) <= limit
     order = typing.get_args(Remat)
     assert _planned_memory(name, order[order.index(remat) - 1]) > limit or remat == "dots"
+
+
+PUBLISHED = [name for name in RECIPES if hasattr(published, name)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_recipe_is_described(name, capsys):
+    describe.main([name])
+    output = capsys.readouterr().out
+    table = make_plan(RECIPES[name]()).table
+    assert re.search(rf"^parameters +{table.total:,} total", output, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_published_recipe_has_a_plan_for_the_accelerators_that_it_names(name, tmp_path, capsys):
+    topology = f"gpu:h200:{MACHINES[name]}"
+    batch = str(max(RECIPES[name]().training.batch_size, MACHINES[name]))
+    words = [name, "--topology", topology, "--training.batch_size", batch, "--compiles", "0"]
+    assert plan_command([*words, "--run.directory", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "predicted step" in output and "flags for pretrain" in output
 
 
 def test_hyperp_is_its_own_base_point():
