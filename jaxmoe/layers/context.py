@@ -126,6 +126,8 @@ class MixerBase(Carry, RowTransform, abc.ABC):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     """Name in the registry and on the command line."""
+    module: ClassVar[type[nn.Module]]
+    """Class of the module of one layer: of the config, the context, the execution, and a name."""
     module_name: ClassVar[str]
     """Name of the module among the parameters of a layer."""
     operation: ClassVar[str | None]
@@ -236,7 +238,6 @@ class MixerBase(Carry, RowTransform, abc.ABC):
             slots: Positions that it can hold.
         """
 
-    @abc.abstractmethod
     def build(
         self,
         context: LayerContext,
@@ -250,9 +251,11 @@ class MixerBase(Carry, RowTransform, abc.ABC):
         Args:
             context: Model-wide numbers.
             execution: How it is computed.
-            train: Whether the layer behaves as in training.
+            train: Whether the layer behaves as in training; most compute the same.
             name: Name among the parameters.
         """
+        del train
+        return self.module(self, context, execution, name=name)
 
 
 class AttentionMixer(MixerBase):

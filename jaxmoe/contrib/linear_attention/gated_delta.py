@@ -151,18 +151,6 @@ class GatedDeltaConfig(RecurrentMixer):
             state=empty(state, _STATE, jnp.float32),
         )
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> GatedDelta:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return GatedDelta(self, context, execution, name=name)
-
 
 class DeltaCache(NamedTuple):
     """State of earlier tokens, and the last inputs of the convolutions, by layer."""
@@ -380,6 +368,9 @@ class GatedDelta(nn.Module):
             for name, row in rows.items()
         }
         return {name: declare(self, name, row) for name, row in rows.items()}, in_use
+
+
+GatedDeltaConfig.module = GatedDelta
 
 
 def _unit(x: Float[Array, "B S M K"]) -> Float32[Array, "B S M K"]:

@@ -201,18 +201,6 @@ class LightningConfig(RecurrentMixer):
         state = jnp.zeros(shape, jnp.float32)
         return LightningCache(state=execution.placement.place(state, (None, *_STATE)))
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Lightning:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Lightning(self, context, execution, name=name)
-
 
 class LightningCache(NamedTuple):
     """State of earlier tokens, by layer; values come before keys."""
@@ -350,6 +338,9 @@ class Lightning(nn.Module):
             total = jax.lax.psum(total, axes)
         mean = total / jnp.float32(self.config.inner_dim)
         return y * jax.lax.rsqrt(mean + jnp.float32(self.config.norm_epsilon))
+
+
+LightningConfig.module = Lightning
 
 
 def _repeats(mixers: Sequence[MixerBase], period: int) -> bool:

@@ -28,9 +28,8 @@ from jaxtyping import Array, Float32, Int
 
 from jaxmoe.contrib.linear_attention.lightning import Lightning, LightningConfig
 from jaxmoe.declarations import Declaration, declare
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import require_positive
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerInputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate_in_place
@@ -80,18 +79,6 @@ class RotaryLightningConfig(LightningConfig):
         number = (self.first_layer + self.layer_step * place).astype(jnp.float32)
         share = 1.0 - (number - 1.0) / (self.decay_layers - 1) + _RATE_EPSILON
         return rates * share[None]
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> RotaryLightning:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return RotaryLightning(self, context, execution, name=name)
 
 
 def slopes(heads: int) -> np.ndarray:
@@ -146,3 +133,6 @@ class RotaryLightning(Lightning):
         if where is not None:
             return self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
         return places_of(current_order(self.context, self.execution, length), length)
+
+
+RotaryLightningConfig.module = RotaryLightning

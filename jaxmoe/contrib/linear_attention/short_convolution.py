@@ -115,18 +115,6 @@ class ShortConvolutionConfig(RecurrentMixer):
         inputs = jnp.zeros(shape, execution.precision.compute_dtype)
         return ShortConvolutionCache(x=execution.placement.place(inputs, (None, *_X)))
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> ShortConvolution:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return ShortConvolution(self, context, execution, name=name)
-
 
 class ShortConvolutionCache(NamedTuple):
     """Last inputs of the convolution, by layer."""
@@ -238,3 +226,6 @@ class ShortConvolution(nn.Module):
     def _vector(self, name: str, size: int, axis: str) -> Array:
         row = Declaration(shape=(size,), axes=(axis,), role="state", matrix=None, init="zeros")
         return declare(self, name, row)
+
+
+ShortConvolutionConfig.module = ShortConvolution

@@ -232,18 +232,6 @@ class AttentionConfig(AttentionMixer):
         """Return the cache of a step of serving."""
         return PagedCache(pool, tables)
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Attention:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Attention(self, context, execution, name=name)
-
 
 class Attended(NamedTuple):
     """Results of the softmax and what follows from it."""
@@ -495,3 +483,6 @@ class Attention(nn.Module):
         flat = place(heads, (*rows, None, None)).reshape(*heads.shape[:2], dim)  # B, S, N*H
         normed = norm.apply(flat, weights, epsilon).reshape(heads.shape)
         return place(normed, (*rows, ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS, None))
+
+
+AttentionConfig.module = Attention

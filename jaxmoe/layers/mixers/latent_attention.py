@@ -230,18 +230,6 @@ class LatentAttentionConfig(LatentCacheMixer):
         """Return the cache of a step of serving."""
         return PagedLatents(pool, tables)
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> LatentAttention:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return LatentAttention(self, context, execution, name=name)
-
 
 class LatentAttention(nn.Module):
     """One layer of latent attention."""
@@ -471,6 +459,9 @@ class LatentAttention(nn.Module):
             shape=latent.shape[-1:], axes=axes, role="norm", matrix=None, init="ones"
         )
         return rms_norm(latent, declare(self, name, gains), self.config.norm_epsilon)
+
+
+LatentAttentionConfig.module = LatentAttention
 
 
 def _pad(x: Float[Array, "B S N H"], width: int) -> Float[Array, "B S N W"]:

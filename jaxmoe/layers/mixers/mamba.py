@@ -140,18 +140,6 @@ class MambaConfig(SelectiveMixer):
             state=place(jnp.zeros(state, jnp.float32), (None, *_STATE)),
         )
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Mamba:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Mamba(self, context, execution, name=name)
-
 
 class MambaCache(NamedTuple):
     """State of earlier tokens, and the last inputs of the convolution, by layer."""
@@ -302,3 +290,6 @@ class Mamba(nn.Module):
     def _vector(self, name, shape, axes, init: Any = "zeros", role: Any = "state") -> Array:
         row = Declaration(shape=shape, axes=axes, role=role, matrix=None, init=init)
         return declare(self, name, row)
+
+
+MambaConfig.module = Mamba

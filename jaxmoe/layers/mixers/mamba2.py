@@ -145,18 +145,6 @@ class Mamba2Config(SelectiveMixer):
             state=empty((*heads, self.state_dim), _STATE, jnp.float32),
         )
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Mamba2:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Mamba2(self, context, execution, name=name)
-
 
 class Mamba2Cache(NamedTuple):
     """State of earlier tokens, and the last inputs of the convolutions, by layer."""
@@ -384,6 +372,9 @@ class Mamba2(nn.Module):
             for name, row in rows.items()
         }
         return {name: declare(self, name, row) for name, row in rows.items()}, in_use
+
+
+Mamba2Config.module = Mamba2
 
 
 def _vector(
