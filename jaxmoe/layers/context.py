@@ -259,10 +259,14 @@ class MixerBase(Carry, RowTransform, abc.ABC):
 
 
 class AttentionMixer(MixerBase):
-    """Base class of the configs of mixers that attend."""
+    """Base class of the configs of mixers that attend: heads of queries, keys and values.
+
+    A mixer that makes them in another way says what it has in place of their matrices.
+    """
 
     __slots__ = ()
 
+    width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     axis_fields: ClassVar[Mapping[str, str]] = {
         ax.HEADS: "num_heads",
         ax.KV_HEADS: "num_kv_heads",
@@ -271,6 +275,14 @@ class AttentionMixer(MixerBase):
     module_name: ClassVar[str] = "attention"
     operation: ClassVar[str | None] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
+    can_quantize: ClassVar[bool] = True
+    num_kv_heads: int
+    """M, key and value heads."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head's values."""
+        return self.head_dim
 
     @property
     @abc.abstractmethod
@@ -287,6 +299,17 @@ class AttentionMixer(MixerBase):
         """Head counts and mask."""
         names = (field.name for field in dataclasses.fields(AttentionHeads))
         return AttentionHeads(**{name: getattr(self, name) for name in names})
+
+    def projection_parameters(self, embed_dim: int) -> int:
+        """Return the number of parameters in the projections of one layer.
+
+        Gates and vectors (norms, biases, sinks) are left out.
+
+        Args:
+            embed_dim: D.
+        """
+        heads = self.num_heads + self.num_kv_heads  # of q and k, and of o and v
+        return embed_dim * heads * (self.head_dim + self.value_dim)
 
     @property
     def key_features(self) -> int:

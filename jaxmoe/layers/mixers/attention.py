@@ -72,7 +72,6 @@ class AttentionConfig(AttentionMixer):
     """Grouped-query attention with rotary positions."""
 
     name: ClassVar[str] = "grouped_query"
-    width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     layer_fields: ClassVar[tuple[str, ...]] = (
         "qk_norm",
         "window",
@@ -83,7 +82,6 @@ class AttentionConfig(AttentionMixer):
         "rope_theta",
         "options",
     )
-    can_quantize: ClassVar[bool] = True
     has_pages: ClassVar[bool] = True
     can_select_pages: ClassVar[bool] = True
 
@@ -135,11 +133,6 @@ class AttentionConfig(AttentionMixer):
             raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
 
     @property
-    def value_dim(self) -> int:
-        """Width of one head's values."""
-        return self.head_dim
-
-    @property
     def chunk(self) -> int | None:
         """Positions of a chunk; None without chunks."""
         return None if self.chunks is None else self.chunks.size
@@ -148,17 +141,6 @@ class AttentionConfig(AttentionMixer):
     def extras(self) -> AttentionOptions:
         """The options, neutral ones where there are none."""
         return self.options or NO_OPTIONS
-
-    def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Gates and vectors (norms, biases, sinks) are left out.
-
-        Args:
-            embed_dim: D.
-        """
-        heads = self.num_heads + self.num_kv_heads  # of q and k, and of o and v
-        return embed_dim * heads * (self.head_dim + self.value_dim)
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
         """Return the arrays of one layer; gates of features are f32, those of heads left out.
