@@ -13,7 +13,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.data.source import Source
@@ -48,11 +48,6 @@ class CausalObjective(Objective):
             sequence_length: Tokens of a row.
         """
         return source.entropy_bits_per_token(sequence_length)
-
-    def prepare(self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement):
-        """Return the batch of a training step unchanged."""
-        del model, key, placement
-        return batch
 
     def examine(
         self, model: ModelConfig, batch: Batch, index: Int[Array, ""], placement: Placement
