@@ -304,9 +304,6 @@ class AttentionMixer(MixerBase):
         """Return the number of parameters in the projections of one layer.
 
         Gates and vectors (norms, biases, sinks) are left out.
-
-        Args:
-            embed_dim: D.
         """
         heads = self.num_heads + self.num_kv_heads  # of q and k, and of o and v
         return embed_dim * heads * (self.head_dim + self.value_dim)
@@ -317,11 +314,7 @@ class AttentionMixer(MixerBase):
         return self.heads.num_kv_heads * self.heads.head_dim
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs per token beyond the parameters', forward and backward.
-
-        Args:
-            length: Positions of a sequence.
-        """
+        """Return the FLOPs per token beyond the parameters', forward and backward."""
         return self.heads.flops_per_token(length)
 
 
@@ -344,12 +337,7 @@ class RecurrentMixer(MixerBase):
         return self.name
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return 0: the state of a sequence does not grow with its tokens.
-
-        Args:
-            precision: Format of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return 0: the state of a sequence does not grow with its tokens."""
         del precision, layers
         return 0
 
@@ -422,14 +410,7 @@ class UnroutedFeedForward(FeedForwardBase):
     def check_execution(
         self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
     ) -> None:
-        """Accept every execution.
-
-        Args:
-            execution: How it is computed.
-            sequences: Sequences of a device in one pass.
-            length: Tokens of a sequence.
-            mesh: {axis or piece of one: size}.
-        """
+        """Accept every execution."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,12 +41,7 @@ class CausalObjective(Objective):
         return model.vocab_size
 
     def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
-        """Return the lowest held-out loss in bits per token; None where it is not known.
-
-        Args:
-            source: Data source.
-            sequence_length: Tokens of a row.
-        """
+        """Return the lowest held-out loss in bits per token; None where it is not known."""
         return source.entropy_bits_per_token(sequence_length)
 
     def examine(

@@ -82,11 +82,7 @@ class ExpertHeadsConfig(AttentionConfig):
             )
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer, all experts included.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer, all experts included."""
         heads = self.num_kv_heads * self.head_dim
         return embed_dim * (2 * heads + self.num_experts * (2 * heads + 1))
 

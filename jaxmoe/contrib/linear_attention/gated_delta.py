@@ -86,30 +86,17 @@ class GatedDeltaConfig(RecurrentMixer):
         return self.num_heads * self.head_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         keys = 2 * self.num_key_heads * self.key_dim
         return embed_dim * (3 * self.inner_dim + keys + 2 * self.num_heads)
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of reading, correcting and reading the state, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of reading, correcting and reading the state, at any length."""
         del length
         return 18.0 * self.inner_dim * self.key_dim
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer, whose backward pass stores one state per chunk.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer, whose backward pass stores one state per chunk."""
         heads = self.num_heads / shards(ax.ACT_HEADS)
         keys = 2 * self.num_key_heads / shards(ax.ACT_KV_HEADS) * self.key_dim
         values = heads * self.head_dim
@@ -125,14 +112,7 @@ class GatedDeltaConfig(RecurrentMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> DeltaCache:
-        """Return the state before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the state before a sequence of any length, cut as the mesh is."""
         del slots
         reach = self.conv_length - 1
         keys = (reach, self.num_key_heads, self.key_dim)

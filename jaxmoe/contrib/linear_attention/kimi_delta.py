@@ -58,11 +58,7 @@ class KimiDeltaConfig(GatedDeltaConfig):
             )
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         keys = 2 * self.num_key_heads * self.key_dim
         wide = embed_dim * (2 * self.inner_dim + keys + self.num_heads)
         gates = self.num_heads * (self.key_dim + self.head_dim)

@@ -152,29 +152,16 @@ class LightningConfig(RecurrentMixer):
         return rates * share[None]
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         return 5 * embed_dim * self.inner_dim
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of writing and reading the state per token, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of writing and reading the state per token, at any length."""
         del length
         return 12.0 * self.inner_dim * self.head_dim
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer, whose backward pass stores one state per chunk.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer, whose backward pass stores one state per chunk."""
         channels = self.inner_dim / shards(ax.ACT_HEADS)
         narrow = channels * itemsize
         states = 4 * channels * self.head_dim / self.chunk
@@ -188,14 +175,7 @@ class LightningConfig(RecurrentMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> LightningCache:
-        """Return the state before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the state before a sequence of any length, cut as the mesh is."""
         del slots
         shape = (layers, batch, self.num_heads, self.head_dim, self.head_dim)
         state = jnp.zeros(shape, jnp.float32)

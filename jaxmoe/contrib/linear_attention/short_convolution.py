@@ -68,29 +68,16 @@ class ShortConvolutionConfig(RecurrentMixer):
         return 1
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         return 4 * embed_dim * self.num_channels
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of the convolution and its gates per token, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of the convolution and its gates per token, at any length."""
         del length
         return 6.0 * self.num_channels * (self.conv_length + 1)
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer."""
         channels = self.num_channels / shards(ax.ACT_MLP) * itemsize
         return MixerActivations(
             projected=3 * channels,
@@ -102,14 +89,7 @@ class ShortConvolutionConfig(RecurrentMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> ShortConvolutionCache:
-        """Return the inputs before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the inputs before a sequence of any length, cut as the mesh is."""
         del slots
         shape = (layers, batch, self.conv_length - 1, self.num_channels)
         inputs = jnp.zeros(shape, execution.precision.compute_dtype)

@@ -143,12 +143,7 @@ class AttentionConfig(AttentionMixer):
         return self.options or NO_OPTIONS
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer; gates of features are f32, those of heads left out.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer; gates of features are f32, those of heads left out."""
         arrays = self.heads.activations(shards, itemsize=itemsize)
         if self.extras.gate_form == "head":
             return arrays
@@ -158,12 +153,7 @@ class AttentionConfig(AttentionMixer):
         )
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence.
-
-        Args:
-            precision: Format of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return the bytes that a cache holds of one token of one sequence."""
         return bytes_per_token(
             num_layers=layers,
             num_kv_heads=self.num_kv_heads,
@@ -175,14 +165,7 @@ class AttentionConfig(AttentionMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> Any:
-        """Return an empty cache, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions that it can hold.
-        """
+        """Return an empty cache, cut as the mesh is."""
         shape = (layers, batch, slots, self.num_kv_heads, self.head_dim)
         precision = execution.precision
         placement = execution.placement

@@ -78,34 +78,17 @@ class LatentCacheMixer(AttentionMixer):
         """Values that a cache holds of one token."""
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer."""
         return self.heads.activations(shards, itemsize=itemsize)
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence.
-
-        Args:
-            precision: Dtype of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return the bytes that a cache holds of one token of one sequence."""
         return layers * self.cache_dim * jnp.dtype(precision.compute_dtype).itemsize
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> Float[Array, "L B U 1 H"]:
-        """Return an empty cache, cut as the mesh is, with one entry of every token.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions that it can hold.
-        """
+        """Return an empty cache, cut as the mesh is, with one entry of every token."""
         shape = (layers, batch, slots, 1, self.cache_dim)
         entries = jnp.zeros(shape, execution.precision.compute_dtype)
         return execution.placement.place(entries, LATENT_CACHE_AXES)
@@ -188,11 +171,7 @@ class LatentAttentionConfig(LatentCacheMixer):
         return self.latent_dim + self.rope_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         heads = self.num_heads
         latent = self.query_latent_dim
         source = embed_dim
@@ -207,9 +186,6 @@ class LatentAttentionConfig(LatentCacheMixer):
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Refuse products and caches in few bits, which this layer does not implement.
-
-        Args:
-            precision: Precision of the execution.
 
         Raises:
             ValueError: Quantised weights, a quantised cache, or products in 8 bits.
