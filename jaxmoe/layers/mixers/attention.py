@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
@@ -46,7 +46,7 @@ from jaxmoe.layers.norms import unit_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate_in_place
-from jaxmoe.layers.sequences import current_form, current_order, places_of
+from jaxmoe.layers.sequences import current_form, positions_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.products.quantized import Weight
@@ -288,7 +288,7 @@ class Attention(nn.Module):
         if options.qkv_clip is not None:
             q, k, v = (jnp.clip(part, -options.qkv_clip, options.qkv_clip) for part in (q, k, v))
         if config.positions == "rotary":
-            where = self._positions(tokens, q.shape[1])
+            where = positions_of(tokens, self.context, self.execution, q.shape[1])
             width = options.rope_dim(config.head_dim)
             angles = rotary_angles(where, width, config.rope_theta, options.rope_scaling)
             q = rotate_in_place(q, angles, options.rope_layout)
@@ -297,18 +297,11 @@ class Attention(nn.Module):
             q = self._norm("q_norm", q)
             k = self._norm("k_norm", k)
         if config.query_temperature is not None:
-            factor = config.query_temperature.factor(self._positions(tokens, q.shape[1]))
+            factor = config.query_temperature.factor(
+                positions_of(tokens, self.context, self.execution, q.shape[1])
+            )
             q = (q * factor).astype(q.dtype)
         return HeadArrays(q, k, v)
-
-    def _positions(self, tokens: TokenInputs, length: int) -> Int[Array, "#B S"]:
-        """Return the positions of the tokens, their places in the row where none are set."""
-        where = tokens.positions
-        if where is None and tokens.order is not None:
-            where = tokens.order.by_row
-        if where is not None:
-            return self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-        return places_of(current_order(self.context, self.execution, length), length)
 
     def _attend(
         self,
@@ -340,7 +333,7 @@ class Attention(nn.Module):
             if config.chunks is not None:
                 if segment_ids is not None:  # placed as the positions are
                     segment_ids = placement.place(segment_ids, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-                where = self._positions(tokens, q.shape[1])
+                where = positions_of(tokens, self.context, self.execution, q.shape[1])
                 segment_ids = config.chunks.segments(where, segment_ids, q.shape[:2])
             k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))
             out, logits = attend(

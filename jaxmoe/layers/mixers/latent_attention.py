@@ -43,7 +43,7 @@ from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import RopeLayout, YarnConfig, in_halves, rotary_angles, rotate
-from jaxmoe.layers.sequences import current_form, current_order, places_of
+from jaxmoe.layers.sequences import current_form, positions_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, along_stream, into_stream, out_of_stream
@@ -314,13 +314,7 @@ class LatentAttention(nn.Module):
     def _angles(self, tokens: TokenInputs, length: int) -> Any:
         """Return the angles by which RoPE turns the tokens."""
         config = self.config
-        where = tokens.positions
-        if where is None and tokens.order is not None:
-            where = tokens.order.by_row
-        if where is not None:
-            where = self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-        else:
-            where = places_of(current_order(self.context, self.execution, length), length)
+        where = positions_of(tokens, self.context, self.execution, length)
         return rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
 
     def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array, Array]:
