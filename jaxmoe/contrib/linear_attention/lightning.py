@@ -208,17 +208,7 @@ class Lightning(nn.Module):
         cache: LayerCache | None,
         layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
-        """Mix the tokens of each document.
-
-        Args:
-            x: Normed input.
-            tokens: Segments and padding.
-            cache: State of this layer, which follows the last token that is not padding.
-            layer: Number of the layer, on which its decay may depend.
-
-        Returns:
-            The output [B S D] in the compute dtype, and the new `LightningCache`.
-        """
+        """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
         config = self.config
         placement = self.execution.placement
         dtype = self.execution.precision.compute_dtype

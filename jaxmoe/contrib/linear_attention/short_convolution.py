@@ -120,17 +120,7 @@ class ShortConvolution(nn.Module):
         cache: LayerCache | None,
         layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
-        """Mix the tokens of each document.
-
-        Args:
-            x: Normed input.
-            tokens: Segments and padding.
-            cache: Inputs of this layer, which follow the last token that is not padding.
-            layer: Not read.
-
-        Returns:
-            The output [B S D] in the compute dtype, and the new `ShortConvolutionCache`.
-        """
+        """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
         del layer
         channels = self.config.num_channels
         width = self.context.embed_dim
