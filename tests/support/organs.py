@@ -40,8 +40,8 @@ REASONS: Final[dict[str, str]] = {
     " level need mesh.seq cut in two, again and again",
     # Training.
     "Feed.check": "a feed may need an engine, and refuses before the run directory is taken",
-    "Feed.session": "rollouts keep an engine open between the steps of a loop; data need nothing",
-    "Feed.train": "rollouts draw, score and take several updates, where data take one",
+    "Feed.session": "rollouts keep an engine open between the steps of a loop, and draw, score and"
+    " take several updates where data take one",
     "Gradients.paths": "plans, headers and pipelines ask which layers a micro-batch passes through;"
     " leaving some out is one choice",
     "Objective.has_signal": "the update asks it; advantages that are all zero must change nothing",
