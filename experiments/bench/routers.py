@@ -193,10 +193,12 @@ def _assign(
     moe: MoEConfig, output: RouterOutput, inputs: RouterInputs, key: Array | None
 ) -> tuple[Assignments, dict[str, Array]]:
     """Return the assignments of a router's choice, and the statistics of the capacity."""
-    choice = RouterChoice.of(
+    gate = moe.gate.build()
+    choice = RouterChoice(
+        gate.assign(output.selection),
         output,
         inputs,
-        moe.gate.build(),
+        gate,
         num_experts=moe.num_experts,
         num_free=moe.num_zero_computation,
         key=key,

@@ -42,17 +42,26 @@ class SideProcess:
     """A side that runs in a process.
 
     Args:
-        module: Module that calls `answer_requests`.
+        module: Module that answers requests, as by `answer_requests`.
         settings: Settings of the side.
         python: Interpreter; this one when None.
         needs: What to do where the side does not start, for the message.
+        name: Name of the side in the message; the module when None.
 
     Raises:
         ValueError: It does not start.
     """
 
-    def __init__(self, module: str, settings: dict[str, Any], *, python: str | None, needs: str):
-        self._module = module
+    def __init__(
+        self,
+        module: str,
+        settings: dict[str, Any],
+        *,
+        python: str | None,
+        needs: str,
+        name: str | None = None,
+    ):
+        self._name = name or module
         self._needs = needs
         self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
         self._process = subprocess.Popen(
@@ -62,14 +71,14 @@ class SideProcess:
             stderr=self._complaints,
             text=True,
         )
-        self.facts: dict[str, Any] = self._ask(json.dumps(settings))
+        self.facts: dict[str, Any] = self.ask(json.dumps(settings))
         self.results: list[Any] = []
         self.cpu_seconds: list[float] = []
         self.peak_bytes = 0
 
     def step(self) -> float:
         """Return the seconds of one step; its result is added to `results`."""
-        seconds, result, cpu_seconds, self.peak_bytes = self._ask("step")
+        seconds, result, cpu_seconds, self.peak_bytes = self.ask("step")
         self.results.append(result)
         self.cpu_seconds.append(cpu_seconds)
         return seconds
@@ -80,7 +89,12 @@ class SideProcess:
         self._process.communicate()
         self._complaints.close()
 
-    def _ask(self, line: str) -> Any:
+    def ask(self, line: str) -> Any:
+        """Return the answer to a line.
+
+        Raises:
+            ValueError: The process has ended.
+        """
         stdin = self._process.stdin
         stdout = self._process.stdout
         assert stdin is not None and stdout is not None
@@ -94,7 +108,7 @@ class SideProcess:
             last = self._complaints.read().strip().splitlines()[-1:]
             self.close()
             raise ValueError(
-                f"{self._module} did not run: {' '.join(last) or 'it ended'}. {self._needs}"
+                f"{self._name} did not run: {' '.join(last) or 'it ended'}. {self._needs}"
             )
         return json.loads(answer)
 

@@ -12,12 +12,8 @@ anything.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +27,7 @@ import optax
 
 from experiments.bench.measure import Timing, in_turns, matmul_rate, time_call, with_gradients
 from experiments.bench.peer import training_data
+from experiments.bench.side import SideProcess
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -298,22 +295,25 @@ class _PeerProcess:
             family="olmoe",
             max_length=config.sequence_length,
         )
-        self._complaints = tempfile.TemporaryFile("w+")  # an unread pipe would fill up
-        self._process = subprocess.Popen(
-            [config.peer_python or sys.executable, "-m", "experiments.bench.peer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-        )
         settings = {
             "model": f"{self._place.name}/model",
             "batch": config.batch_size,
             "length": config.sequence_length,
             "learning_rate": _LEARNING_RATE,
         }
-        self._say(json.dumps(settings))
-        self.facts: dict[str, Any] = self._hear()
+        try:
+            self._side = SideProcess(
+                "experiments.bench.peer",
+                settings,
+                python=config.peer_python,
+                needs="Install the extra hf (Python 3.11), or give --peer none",
+                name="the peer (transformers)",
+            )
+        except ValueError:
+            self._place.cleanup()
+            raise
+        self.facts = self._side.facts
+        self.ask = self._side.ask
         self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
 
     def step(self, dtype: str) -> float:
@@ -322,37 +322,10 @@ class _PeerProcess:
         self.losses[dtype].append(loss)
         return seconds
 
-    def ask(self, request: str) -> Any:
-        """Return the answer to one request."""
-        self._say(request)
-        return self._hear()
-
     def close(self) -> None:
         """Stop the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._complaints.close()
+        self._side.close()
         self._place.cleanup()
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; `_hear` raises
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
-    def _hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._complaints.seek(0)
-            last = self._complaints.read().strip().splitlines()[-1:]
-            self.close()
-            raise ValueError(
-                f"the peer (transformers) did not run: {' '.join(last) or 'it ended'}. Install the"
-                " extra hf (Python 3.11), or give --peer none"
-            )
-        return json.loads(line)
 
 
 def _parts(

@@ -47,10 +47,7 @@ class CorpusConfig(PartitionedConfig):
     tokenizer: ClassVar[TokenizerConfig] = BytesConfig()
 
     def build(self, seed: int = 0) -> Corpus:
-        """Read the library.
-
-        Args:
-            seed: Unused; the text does not depend on it.
+        """Read the library, which has no order.
 
         Raises:
             DataError: The library's source is missing, stripped or unreadable.

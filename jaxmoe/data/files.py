@@ -65,9 +65,6 @@ class FilesConfig(FileReadingConfig):
     def build(self, seed: int = 0) -> PackedSource:
         """Read, tokenise and plan the documents, or read them from the cache.
 
-        Args:
-            seed: Seed of the order of documents.
-
         Raises:
             DataError: A path, a file or a record cannot be used.
         """

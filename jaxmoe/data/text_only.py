@@ -129,10 +129,7 @@ class TextOnlyConfig(SourceKind):
         return dataclasses.replace(self, tokenizer=copy_config(self.tokenizer, path))
 
     def build(self, seed: int = 0) -> TextOnly:
-        """Read the tokenizer.
-
-        Args:
-            seed: Unused; there are no rows to order.
+        """Read the tokenizer; there are no rows to order.
 
         Raises:
             DataError: The tokenizer cannot be read.

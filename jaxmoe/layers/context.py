@@ -126,6 +126,8 @@ class MixerBase(Carry, RowTransform, abc.ABC):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     name: ClassVar[str]
     """Name in the registry and on the command line."""
+    module: ClassVar[type[nn.Module]]
+    """Class of the module of one layer: of the config, the context, the execution, and a name."""
     module_name: ClassVar[str]
     """Name of the module among the parameters of a layer."""
     operation: ClassVar[str | None]
@@ -236,7 +238,6 @@ class MixerBase(Carry, RowTransform, abc.ABC):
             slots: Positions that it can hold.
         """
 
-    @abc.abstractmethod
     def build(
         self,
         context: LayerContext,
@@ -250,16 +251,22 @@ class MixerBase(Carry, RowTransform, abc.ABC):
         Args:
             context: Model-wide numbers.
             execution: How it is computed.
-            train: Whether the layer behaves as in training.
+            train: Whether the layer behaves as in training; most compute the same.
             name: Name among the parameters.
         """
+        del train
+        return self.module(self, context, execution, name=name)
 
 
 class AttentionMixer(MixerBase):
-    """Base class of the configs of mixers that attend."""
+    """Base class of the configs of mixers that attend: heads of queries, keys and values.
+
+    A mixer that makes them in another way says what it has in place of their matrices.
+    """
 
     __slots__ = ()
 
+    width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     axis_fields: ClassVar[Mapping[str, str]] = {
         ax.HEADS: "num_heads",
         ax.KV_HEADS: "num_kv_heads",
@@ -268,6 +275,14 @@ class AttentionMixer(MixerBase):
     module_name: ClassVar[str] = "attention"
     operation: ClassVar[str | None] = "flash_attention"
     is_recurrent: ClassVar[bool] = False
+    can_quantize: ClassVar[bool] = True
+    num_kv_heads: int
+    """M, key and value heads."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head's values."""
+        return self.head_dim
 
     @property
     @abc.abstractmethod
@@ -285,17 +300,21 @@ class AttentionMixer(MixerBase):
         names = (field.name for field in dataclasses.fields(AttentionHeads))
         return AttentionHeads(**{name: getattr(self, name) for name in names})
 
+    def projection_parameters(self, embed_dim: int) -> int:
+        """Return the number of parameters in the projections of one layer.
+
+        Gates and vectors (norms, biases, sinks) are left out.
+        """
+        heads = self.num_heads + self.num_kv_heads  # of q and k, and of o and v
+        return embed_dim * heads * (self.head_dim + self.value_dim)
+
     @property
     def key_features(self) -> int:
         """Features of the keys of one token."""
         return self.heads.num_kv_heads * self.heads.head_dim
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs per token beyond the parameters', forward and backward.
-
-        Args:
-            length: Positions of a sequence.
-        """
+        """Return the FLOPs per token beyond the parameters', forward and backward."""
         return self.heads.flops_per_token(length)
 
 
@@ -318,12 +337,7 @@ class RecurrentMixer(MixerBase):
         return self.name
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return 0: the state of a sequence does not grow with its tokens.
-
-        Args:
-            precision: Format of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return 0: the state of a sequence does not grow with its tokens."""
         del precision, layers
         return 0
 
@@ -396,14 +410,7 @@ class UnroutedFeedForward(FeedForwardBase):
     def check_execution(
         self, execution: ExecutionConfig, *, sequences: int, length: int, mesh: Mapping[str, int]
     ) -> None:
-        """Accept every execution.
-
-        Args:
-            execution: How it is computed.
-            sequences: Sequences of a device in one pass.
-            length: Tokens of a sequence.
-            mesh: {axis or piece of one: size}.
-        """
+        """Accept every execution."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

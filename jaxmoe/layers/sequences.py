@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.layers.context import AttentionHeads, LayerContext
+from jaxmoe.layers.records import TokenInputs
 from pallas_kernels.sequence_layout import lay_out as in_order
 from sharding import axes as ax
 from sharding.sequence_parallel import (
@@ -203,6 +204,25 @@ def places_of(order: TokenOrder | None, length: int) -> Int[Array, "#B S"]:
     """Return the place of each token in its row."""
     places = jnp.asarray(np.arange(length, dtype=np.int32) if order is None else order.tokens)
     return places if places.ndim == 2 else places[None, :]
+
+
+def positions_of(
+    tokens: TokenInputs, context: LayerContext, execution: ExecutionConfig, length: int
+) -> Int[Array, "#B S"]:
+    """Return the positions of the tokens, their places in the row where none are set.
+
+    Args:
+        tokens: Positions, and the order of the row.
+        context: Model-wide numbers.
+        execution: Form and layout rules.
+        length: Positions of a row.
+    """
+    where = tokens.positions
+    if where is None and tokens.order is not None:
+        where = tokens.order.by_row
+    if where is not None:
+        return execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
+    return places_of(current_order(context, execution, length), length)
 
 
 def token_numbers(

@@ -157,7 +157,15 @@ def stream(
         for row, ids in zip(tokens, rows, strict=True):
             row[: len(ids)] = ids
         capacity = cache_length(int(lengths.max()), num_tokens)
-        compiled = make(model, execution, capacity, sampling.is_greedy, sampling.has_filters)
+        compiled = make(
+            ProgramShape(
+                model=model,
+                execution=execution,
+                capacity=capacity,
+                is_greedy=sampling.is_greedy,
+                has_filters=sampling.has_filters,
+            )
+        )
         limits = sampling.limits(model.vocab_size)
         keys = jax.random.split(key, _round_to(num_tokens))
         ends = np.asarray(eos_ids, np.int32)
@@ -209,8 +217,34 @@ class Programs(NamedTuple):
     """Chooses up to `_AT_ONCE` further tokens."""
 
 
-MakePrograms = Callable[[ModelConfig, ExecutionConfig, int, bool, bool], Programs]
-"""Function of model, execution, slots of the cache, and whether sampling is greedy and filtered."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramShape:
+    """What programs are compiled for: one model, cache size and kind of sampling."""
+
+    model: ModelConfig
+    """Layers."""
+    execution: ExecutionConfig
+    """How they are computed."""
+    capacity: int
+    """Slots of the cache."""
+    is_greedy: bool
+    """Whether the likeliest token is chosen."""
+    has_filters: bool
+    """Whether unlikely tokens are left out."""
+
+    def choose(self, logits: Array, key: Array, limits: Limits) -> Array:
+        """Return the next token of each row; see `jaxmoe.models.sampling.choose`.
+
+        Args:
+            logits: Logits of the next token [B V].
+            key: PRNG key of this token.
+            limits: Temperature and filters.
+        """
+        return choose(logits, key, limits, is_greedy=self.is_greedy, has_filters=self.has_filters)
+
+
+MakePrograms = Callable[[ProgramShape], Programs]
+"""Function that returns the programs for a shape."""
 
 
 class HostPrograms(abc.ABC):
@@ -221,22 +255,11 @@ class HostPrograms(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        capacity: int,
-        is_greedy: bool,
-        has_filters: bool,
-    ) -> Programs:
-        """Return the programs for one model, cache size and kind of sampling; see `MakePrograms`.
+    def __call__(self, shape: ProgramShape) -> Programs:
+        """Return the programs of a generation.
 
         Args:
-            model: Layers.
-            execution: How they are computed.
-            capacity: Slots of the cache.
-            is_greedy: Whether the likeliest token is chosen.
-            has_filters: Whether unlikely tokens are left out.
+            shape: Model, cache size and kind of sampling.
         """
 
     @abc.abstractmethod
@@ -269,15 +292,10 @@ class HostParametersConfig(abc.ABC):
 
 
 @functools.lru_cache(maxsize=16)
-def _compile_programs(
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    capacity: int,
-    is_greedy: bool,
-    has_filters: bool,
-) -> Programs:
+def _compile_programs(shape: ProgramShape) -> Programs:
     """Return the jitted programs for one model, cache size and kind of sampling."""
-    pick = functools.partial(choose, is_greedy=is_greedy, has_filters=has_filters)
+    model = shape.model
+    execution = shape.execution
 
     def logits_of(
         params: Any, tokens: Array, cache: Cache, router_state: Any, **options: Any
@@ -295,12 +313,12 @@ def _compile_programs(
     def read(inputs: DecodeInputs, tokens: Array, lengths: Array) -> DecodeState:
         params, router_state, keys, limits, ends = inputs
         batch, length = tokens.shape
-        cache = initial_cache(model, execution, batch=batch, length=capacity)
+        cache = initial_cache(model, execution, batch=batch, length=shape.capacity)
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         mask = places < lengths[:, None]
         options = {"positions": places, "token_mask": mask, "logits_at": lengths - 1}
         logits, cache = logits_of(params, tokens, cache, router_state, **options)
-        token = pick(whole(logits[:, -1]), keys[0], limits)
+        token = shape.choose(whole(logits[:, -1]), keys[0], limits)
         return DecodeState(token, lengths, jnp.isin(token, ends), cache)
 
     def write(
@@ -313,7 +331,7 @@ def _compile_programs(
             logits, cache = logits_of(
                 params, token[:, None], cache, router_state, positions=length[:, None]
             )
-            new = pick(whole(logits[:, -1]), keys[first + index], limits)
+            new = shape.choose(whole(logits[:, -1]), keys[first + index], limits)
             if len(ends):
                 new = jnp.where(is_done, ends[0], new)
                 is_done = is_done | jnp.isin(new, ends)

@@ -91,12 +91,7 @@ class WarmupDecay(ScheduleBase):
     """Final learning rate over the peak."""
 
     def fit(self, steps: int, fields: Collection[str] = ()) -> WarmupDecay:
-        """Return the schedule with a warm-up that fits a run; unchanged if it fits already.
-
-        Args:
-            steps: Total number of optimiser steps.
-            fields: Names of fields that must stay as they are.
-        """
+        """Return the schedule with a warm-up that fits a run; unchanged if it fits already."""
         if "warmup_steps" in fields or self.warmup_steps < steps:
             return self
         return dataclasses.replace(self, warmup_steps=steps // 5)
@@ -153,12 +148,7 @@ class WarmupStableDecayConfig(ScheduleBase):
             )
 
     def fit(self, steps: int, fields: Collection[str] = ()) -> WarmupStableDecayConfig:
-        """Return the schedule with a warm-up, or else a decay, that fits a run.
-
-        Args:
-            steps: Total number of optimiser steps.
-            fields: Names of fields that must stay as they are.
-        """
+        """Return the schedule with a warm-up, or else a decay, that fits a run."""
         first = steps - round(self.decay_fraction * steps)
         if self.warmup_steps <= first and self.warmup_steps < steps:
             return self

@@ -6,8 +6,9 @@
 adds a router step by step.
 
 To add a router: a file in `jaxmoe/routing/routers/` with its config (extends `base.RouterBase`) and
-its router (extends `routers.linear.SizedRouter`, or returns one of a family), its row under
-`router` in `jaxmoe/catalog/layers.py`, a row in ROUTER_CASES of `tests/support/routers.py`.
+its router, which the config names (extends `routers.linear.SizedRouter`, or is one of a family),
+its row under `router` in `jaxmoe/catalog/layers.py`, a row in ROUTER_CASES of
+`tests/support/routers.py`.
 """
 
 from jaxmoe.catalog import Registry

@@ -99,7 +99,7 @@ class Traits:
 class RouterBase(abc.ABC):
     """Base class of router configs, with the defaults of what is asked about a router.
 
-    A subclass is a frozen dataclass with `name` and `build`, and `traits` where they are not the
+    A subclass is a frozen dataclass with `name` and `router`, and `traits` where they are not the
     default.
     """
 
@@ -107,6 +107,8 @@ class RouterBase(abc.ABC):
 
     name: ClassVar[str]
     """Name in the registry and on the command line."""
+    router: ClassVar[type[Any]]
+    """Class of the router: of the config, E, K and D."""
     score_function: ClassVar[ScoreFunction | None] = None
     """The function of x W by which experts are chosen and weighed; None for any other router."""
 
@@ -115,9 +117,13 @@ class RouterBase(abc.ABC):
         """Properties of the router."""
         return Traits()
 
-    @abc.abstractmethod
     def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Router:
-        """Return the router for these sizes."""
+        """Return the router for these sizes.
+
+        Raises:
+            ValueError: K experts cannot be chosen out of E, or not by this router.
+        """
+        return self.router(self, num_experts, top_k, embed_dim)
 
     def sized_for(self, *, steps: int, rows_per_expert: float) -> RouterBase:
         """Return the config with what depends on the run adapted to it.

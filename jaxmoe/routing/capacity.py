@@ -84,36 +84,6 @@ class RouterChoice(NamedTuple):
     key: Key = None
     """Key of this layer and step; None where no random numbers are drawn."""
 
-    @classmethod
-    def of(
-        cls,
-        output: RouterOutput,
-        inputs: RouterInputs,
-        gate: GateBase,
-        *,
-        num_experts: int,
-        num_free: int = 0,
-        key: Key = None,
-    ) -> RouterChoice:
-        """Return the choice of a router, with the gates of its selection.
-
-        Args:
-            output: Output of the router.
-            inputs: Inputs of the router.
-            gate: The gate.
-            num_experts: Experts E that compute.
-            num_free: Experts Z without computation.
-            key: Key of this layer and step.
-        """
-        selection = output.selection
-        assignments = Assignments(
-            token_ids=selection.token_ids,
-            expert_ids=selection.expert_ids,
-            gates=gate(selection, selection.scores),
-            top_k=selection.top_k,
-        )
-        return cls(assignments, output, inputs, gate, num_experts, num_free, key)
-
 
 class CapacityBase(abc.ABC):
     """Base class of capacity configs; a capacity has no parameters, so the config is the

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmoe.routing.base import Selection
+from sharding.assignments import Assignments
 
 
 class GateBase(abc.ABC):
@@ -65,6 +66,19 @@ class GateBase(abc.ABC):
         Returns:
             Gates, f32, exactly 0 where the slot is empty.
         """
+
+    def assign(self, selection: Selection) -> Assignments:
+        """Return the chosen pairs with their gates.
+
+        Args:
+            selection: Chosen pairs.
+        """
+        return Assignments(
+            token_ids=selection.token_ids,
+            expert_ids=selection.expert_ids,
+            gates=self(selection, selection.scores),
+            top_k=selection.top_k,
+        )
 
     def pair_gates(
         self, selection: Selection, scores: Float[Array, " A"], pair_scores: Float[Array, "T E"]

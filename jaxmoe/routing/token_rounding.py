@@ -119,11 +119,6 @@ class TokenRoundingConfig(CapacityBase):
     def check_length(self, length: int, *, top_k: int, num_experts: int) -> None:
         """Check that an even load of a sequence is at least one tile, where its loads are rounded.
 
-        Args:
-            length: Tokens of one sequence.
-            top_k: K.
-            num_experts: E.
-
         Raises:
             ValueError: It is less, and rounding would leave most experts without a token.
         """

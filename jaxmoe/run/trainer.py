@@ -227,7 +227,9 @@ class Trainer:
                 if trace.start.is_due(step):
                     trace.start.run(step, state)
             initial = functools.partial(first_state, assembly)
-            resources.enter_context(assembly.feed.session(reporter.log_numbers, initial))
+            step_function = resources.enter_context(
+                assembly.feed.session(step_function, reporter.log_numbers, initial)
+            )
             reporter.start()
             resources.enter_context(self._stopwatch.on(LOOP))
             for part in self._parts:

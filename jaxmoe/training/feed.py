@@ -3,7 +3,7 @@
 """Socket `Feed`: where the batches of a run come from.
 
 `LoaderFeed` reads them from data; a feed whose batches depend on the parameters in training makes
-them in `train`, with what its session has opened. `jaxmoe.training.loop.Loop` asks for batches in
+them in the step that its session returns. `jaxmoe.training.loop.Loop` asks for batches in
 the order of the steps.
 
 To add a feed: a class derived from `Feed`, a config derived from `FeedConfig` that builds it, and
@@ -36,9 +36,8 @@ class Feed:
 
     check      once, before the run directory is taken
     batch      when a step is compiled
-    session    around all steps of a loop
+    session    around all steps of a loop; the step that it returns is taken on each batch
     batches    once in each loop; a loop after a rollback or on another mesh begins anew
-    train      for each batch
     """
 
     def check(self) -> None:
@@ -54,32 +53,22 @@ class Feed:
 
     def session(
         self,
+        step_function: StepFunction,
         log: Callable[[int, Mapping[str, float]], None],
         first_state: Callable[[], TrainState],
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[StepFunction]:
         """Return the context of a loop, which has open what the batches are made with.
 
+        Its value is the step of the run on a batch of `batches`: by default the training step. It
+        raises EndRunError where there is no such batch, and the run ends in order.
+
         Args:
+            step_function: Training step.
             log: Receives a step, from 1, and numbers of its own.
             first_state: Returns the state that the run began with.
         """
         del log, first_state
-        return contextlib.nullcontext()
-
-    def train(
-        self, step_function: StepFunction, state: TrainState, batch: Batch
-    ) -> tuple[TrainState, StepMetrics]:
-        """Take a step of the run on a batch.
-
-        Args:
-            step_function: Training step.
-            state: State before the step; donated.
-            batch: Batch of `batches`.
-
-        Raises:
-            EndRunError: There is no such batch, and the run ends in order.
-        """
-        return step_function(state, batch)
+        return contextlib.nullcontext(step_function)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,8 +87,8 @@ class Loop:
 
     Args:
         state: Initial state, donated.
-        step_function: Compiled step of the run, inside what its parts put around it.
-        feed: Batches, and how a step is taken on one; its session is open.
+        step_function: Step of the run, which the session of the feed returned.
+        feed: Batches; its session is open.
         first_step: Steps already done.
         last_step: Total number of steps.
         hooks: Hooks in the order in which they run after a step.
@@ -119,7 +119,6 @@ class Loop:
         beat: Callable[[str, int], None] = lambda what, step: None,
     ):
         self._step_function = step_function
-        self._feed = feed
         self._batches = feed.batches(first_step)
         self._last_step = last_step
         self._hooks = hooks
@@ -201,7 +200,7 @@ class Loop:
         self._beat("step", step)
         try:
             with self._stopwatch.on(DISPATCH):
-                self.state, metrics = self._feed.train(self._step_function, self.state, batch)
+                self.state, metrics = self._step_function(self.state, batch)
         except EndRunError as error:
             logger.error("step %d: %s", step, error)
             self.status = cast(Status, error.status)

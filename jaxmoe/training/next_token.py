@@ -13,7 +13,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.data.batch import Batch
 from jaxmoe.data.source import Source
@@ -41,18 +41,8 @@ class CausalObjective(Objective):
         return model.vocab_size
 
     def entropy_floor(self, source: Source, sequence_length: int) -> float | None:
-        """Return the lowest held-out loss in bits per token; None where it is not known.
-
-        Args:
-            source: Data source.
-            sequence_length: Tokens of a row.
-        """
+        """Return the lowest held-out loss in bits per token; None where it is not known."""
         return source.entropy_bits_per_token(sequence_length)
-
-    def prepare(self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement):
-        """Return the batch of a training step unchanged."""
-        del model, key, placement
-        return batch
 
     def examine(
         self, model: ModelConfig, batch: Batch, index: Int[Array, ""], placement: Placement

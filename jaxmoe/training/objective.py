@@ -117,11 +117,10 @@ class Objective(abc.ABC):
             sequence_length: Tokens of a row.
         """
 
-    @abc.abstractmethod
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
     ) -> Batch:
-        """Return the batch of a training step.
+        """Return the batch of a training step; by default the rows as they are.
 
         Args:
             model: Model to train.
@@ -129,6 +128,8 @@ class Objective(abc.ABC):
             key: Key of the step.
             placement: Where the arrays are.
         """
+        del model, key, placement
+        return batch
 
     @abc.abstractmethod
     def examine(

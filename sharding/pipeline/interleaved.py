@@ -50,10 +50,6 @@ class InterleavedConfig(PipelineOrder):
     def check(self, stages: int, micro_batches: int) -> None:
         """Check that micro-batches fill whole turns through the chunks.
 
-        Args:
-            stages: execution.mesh.stage.
-            micro_batches: training.accumulation.
-
         Raises:
             ValueError: They do not.
         """
@@ -82,11 +78,6 @@ class InterleavedConfig(PipelineOrder):
 
     def schedule(self, stages: int, micro_batches: int, paths: Paths | None = None) -> Schedule:
         """Return the table of one step.
-
-        Args:
-            stages: Stages of the pipeline.
-            micro_batches: Micro-batches of a step.
-            paths: Groups that each micro-batch passes through; None for all.
 
         Raises:
             ValueError: See `check`, and with paths `check_paths`.

@@ -13,15 +13,7 @@ REASONS: Final[dict[str, str]] = {
     # Layers.
     "AttentionConfig.initial_cache": "every mixer has one; shared keys keep attention's, of fewer"
     " layers",
-    "AttentionConfig.can_quantize": "a plan asks any mixer; experts of heads have products that are"
-    " in the compute dtype",
     "AttentionConfig.num_heads": "a default of heads that suits the experts of a token of JetMoE",
-    "AttentionConfig.projection_parameters": "counts ask any attention; experts of heads have a"
-    " matrix for each expert",
-    "AttentionConfig.width_fields": "presets scale the fields of any mixer; heads of experts follow"
-    " the heads of keys",
-    "AttentionConfig.value_dim": "layers and plans ask any attention for the width of its values;"
-    " values are as wide as keys in all but one published model with heads of their own",
     "ExecutionConfig.cache_reading": "attention asks any execution; decoding alone reads part of a"
     " cache, which may change the loss and is therefore no field",
     "GateBase.scales_input": "the layer asks any gate what it multiplies; a gate that is the score"
@@ -39,8 +31,6 @@ REASONS: Final[dict[str, str]] = {
     # Routing.
     "SelectionBias.init": "every bias has a state, zeros by expert; the one with a histogram keeps"
     " it there, too",
-    "TokenChoiceBase.build": "every router has it, and a family shares it; a schedule of K has a"
-    " router with a counter of steps",
     "TopKConfig.is_over_chosen": "an option of softmax scores, which the one `score` of the family"
     " passes on",
     # Devices.
@@ -49,11 +39,9 @@ REASONS: Final[dict[str, str]] = {
     "SequenceParallelism.mesh_fold": "the execution asks any choice for its mesh; rings of each"
     " level need mesh.seq cut in two, again and again",
     # Training.
-    "CausalObjective.prepare": "a step takes its batch as any objective prepares it; tokens further"
-    " ahead are read by multi-token prediction alone",
     "Feed.check": "a feed may need an engine, and refuses before the run directory is taken",
-    "Feed.session": "rollouts keep an engine open between the steps of a loop; data need nothing",
-    "Feed.train": "rollouts draw, score and take several updates, where data take one",
+    "Feed.session": "rollouts keep an engine open between the steps of a loop, and draw, score and"
+    " take several updates where data take one",
     "Gradients.paths": "plans, headers and pipelines ask which layers a micro-batch passes through;"
     " leaving some out is one choice",
     "Objective.has_signal": "the update asks it; advantages that are all zero must change nothing",

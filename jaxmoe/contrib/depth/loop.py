@@ -102,11 +102,7 @@ class LoopConfig(LayerLoop):
                 )
 
     def flops_per_token(self, embed_dim: int) -> float:
-        """Return the FLOPs of the connections beyond the parameters', forward and backward.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the FLOPs of the connections beyond the parameters', forward and backward."""
         if self.connection is None:
             return 0.0
         return self.times * connection_flops(self.connection.streams, embed_dim, "diagonal")

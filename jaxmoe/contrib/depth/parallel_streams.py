@@ -62,12 +62,7 @@ class ParallelStreamsConfig(AttentionConfig):
             raise ValueError(f"attention.smoothing={self.smoothing} must be between 0 and 1")
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence, in all streams.
-
-        Args:
-            precision: Format of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return the bytes that a cache holds of one token of one sequence, in all streams."""
         one = AttentionConfig.cache_bytes_per_token(self, precision, layers=layers)
         return one * self.num_streams
 

@@ -110,26 +110,14 @@ class SharedKeysConfig(AttentionConfig):
             )
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence.
-
-        Args:
-            precision: Format of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return the bytes that a cache holds of one token of one sequence."""
         leaders = self._leaders(layers)
         return AttentionConfig.cache_bytes_per_token(self, precision, layers=leaders)
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> KVCache | PagedCache:
-        """Return an empty cache of the layers that lead.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers of the stack.
-            batch: Sequences.
-            slots: Positions that it can hold.
-        """
+        """Return an empty cache of the layers that lead."""
         given: dict[str, Any] = {"batch": batch, "slots": slots}
         return AttentionConfig.initial_cache(self, execution, layers=self._leaders(layers), **given)
 

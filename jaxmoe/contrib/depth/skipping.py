@@ -121,12 +121,7 @@ class SkippingConfig(Skipping):
         return 1.0 - partial / full
 
     def describe(self, execution: ExecutionConfig, accumulation: int) -> str:
-        """Return what micro-batches leave out or swap, and the time that this saves, as text.
-
-        Args:
-            execution: Schedule, and mesh with every size filled in.
-            accumulation: Micro-batches of a step.
-        """
+        """Return what micro-batches leave out or swap, and the time that this saves, as text."""
         saved = self.time_saved(execution, accumulation)
         text = f"{self.share_left_out:.0%} of {self.groups} groups of layers"
         if self.order != "ascending":
@@ -136,12 +131,7 @@ class SkippingConfig(Skipping):
         return f"{text}: {abs(saved):.0%} {'less' if saved >= 0 else 'more'} time in layers planned"
 
     def row(self, execution: ExecutionConfig, accumulation: int) -> dict[str, Any]:
-        """Return what micro-batches leave out, and the time that this saves, for the summary.
-
-        Args:
-            execution: Schedule, and mesh with every size filled in.
-            accumulation: Micro-batches of a step.
-        """
+        """Return what micro-batches leave out, and the time that this saves, for the summary."""
         return {
             "groups": self.groups,
             "left_out": self.num_left_out,
@@ -150,10 +140,6 @@ class SkippingConfig(Skipping):
 
     def check(self, step: Step) -> None:
         """Check, before anything is traced, that a model can be trained with it.
-
-        Args:
-            step: Model, micro-batches and form of the balance losses, on a mesh with every size
-                filled in.
 
         Raises:
             ValueError: The groups divide neither the layers nor fit the stages, or another choice

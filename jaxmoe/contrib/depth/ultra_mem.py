@@ -112,14 +112,7 @@ class UltraMemConfig(UnroutedFeedForward):
         train: bool,
         name: str | None = None,
     ) -> MemoryLayer:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            train: Ignored.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer."""
         del train
         return MemoryLayer(self, context, execution, name=name)
 

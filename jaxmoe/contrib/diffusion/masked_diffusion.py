@@ -105,10 +105,6 @@ class MaskedDiffusionConfig(Objective):
         """Return the lowest held-out loss in bits per token; None where it is not known.
 
         No token of a row is given, so that the first one counts too.
-
-        Args:
-            source: Data source.
-            sequence_length: Tokens of a row.
         """
         if not isinstance(source, SyntheticSource):
             return None
@@ -117,14 +113,7 @@ class MaskedDiffusionConfig(Objective):
     def prepare(
         self, model: ModelConfig, batch: Batch, key: Key[Array, ""], placement: Placement
     ) -> Batch:
-        """Return the batch with tokens masked, the tokens as targets, and weights 1/t.
-
-        Args:
-            model: Model; its last id is the mask.
-            batch: Rows of a whole step.
-            key: Key of the step.
-            placement: Layout of the rows.
-        """
+        """Return the batch with masked tokens, the tokens as targets, and weights 1/t."""
 
         def law(is_real: Array, rows: Array, key: Array):
             of_times, of_masks = jax.random.split(key)

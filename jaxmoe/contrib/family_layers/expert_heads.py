@@ -27,9 +27,8 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxmoe.declarations import Declaration, declare
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import require_positive
 from jaxmoe.layers.mixers.attention import Attention, AttentionConfig
 from jaxmoe.layers.mixers.attention_parts import add_output_bias
 from jaxmoe.layers.observer import observer_of
@@ -83,25 +82,9 @@ class ExpertHeadsConfig(AttentionConfig):
             )
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer, all experts included.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer, all experts included."""
         heads = self.num_kv_heads * self.head_dim
         return embed_dim * (2 * heads + self.num_experts * (2 * heads + 1))
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> ExpertHeads:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return ExpertHeads(self, context, execution, name=name)
 
 
 class ExpertHeads(Attention):
@@ -233,6 +216,9 @@ class ExpertHeads(Attention):
         )
         y = region(out, chosen, gates, weight)
         return placement.place(y, (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
+
+
+ExpertHeadsConfig.module = ExpertHeads
 
 
 def _multiply(

@@ -19,9 +19,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import require_positive
 from jaxmoe.layers.mixers.attention import Attended, Attention, AttentionConfig
 from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, TokenInputs
 from sharding.sequence_parallel import sequence_ranks
@@ -48,18 +47,6 @@ class NarrowValuesConfig(AttentionConfig):
                 f" attention.head_dim={self.head_dim}: a cache has slots as wide as the keys"
             )
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> NarrowAttention:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return NarrowAttention(self, context, execution, name=name)
-
 
 class NarrowAttention(Attention):
     """One layer of attention with values narrower than keys."""
@@ -83,3 +70,6 @@ class NarrowAttention(Attention):
         heads = heads._replace(v=v)
         attended = Attention._attend(self, heads, tokens, cache, layer, keeps_lse=keeps_lse)
         return attended._replace(out=attended.out[..., :width])
+
+
+NarrowValuesConfig.module = NarrowAttention

@@ -43,14 +43,7 @@ class BiasedMoEConfig(MoEConfig):
         train: bool,
         name: str | None = None,
     ) -> BiasedMoELayer:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            train: Whether routers behave as in training.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer."""
         return BiasedMoELayer(self, context, execution, train, name=name)
 
 

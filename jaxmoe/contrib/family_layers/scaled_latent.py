@@ -19,9 +19,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.mixers.latent_attention import LatentAttention, LatentAttentionConfig
 
 
@@ -40,18 +38,6 @@ class ScaledLatentConfig(LatentAttentionConfig):
                 " it to a width, or take the attention latent"
             )
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> ScaledLatentAttention:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return ScaledLatentAttention(self, context, execution, name=name)
-
 
 class ScaledLatentAttention(LatentAttention):
     """One layer of latent attention with scales."""
@@ -64,3 +50,6 @@ class ScaledLatentAttention(LatentAttention):
         q_scale = jnp.asarray((width / config.query_latent_dim) ** 0.5, q.dtype)
         scale = jnp.asarray((width / config.latent_dim) ** 0.5, latent.dtype)
         return q * q_scale, source, latent * scale, rope_key
+
+
+ScaledLatentConfig.module = ScaledLatentAttention

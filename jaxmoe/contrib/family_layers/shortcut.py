@@ -39,27 +39,6 @@ class ShortcutDenseConfig(DenseConfig):
         del execution
         return {SHORTCUT: CarriedArray((context.embed_dim,), (ax.ACT_EMBED,), dtype=None)}
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool,
-        name: str | None = None,
-    ) -> ShortcutFeedForward:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            train: Ignored.
-            name: Name among the parameters.
-        """
-        del train
-        return ShortcutFeedForward(
-            context.embed_dim, self.hidden_dim, execution, activation=self.activation, name=name
-        )
-
 
 class ShortcutFeedForward(FeedForward):
     """A dense feed-forward that returns its input in the carry."""
@@ -80,3 +59,6 @@ class ShortcutFeedForward(FeedForward):
         placement = self.execution.placement
         carried = placement.place(x.astype(y.dtype), (ax.ACT_BATCH, ax.ACT_SEQ, ax.ACT_EMBED))
         return y, dataclasses.replace(outputs, carry={SHORTCUT: carried})
+
+
+ShortcutDenseConfig.module = ShortcutFeedForward

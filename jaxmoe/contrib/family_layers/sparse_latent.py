@@ -119,11 +119,7 @@ class SparseLatentConfig(LatentCacheMixer):
         return self.latent.cache_dim + self.index_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer, the indexer's included.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections, the indexer's included."""
         source = self.latent.query_latent_dim or 0
         index = source * self.index_heads * self.index_dim
         index += embed_dim * (self.index_dim + self.index_heads)
@@ -131,9 +127,6 @@ class SparseLatentConfig(LatentCacheMixer):
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Refuse products and caches in few bits.
-
-        Args:
-            precision: Precision of the execution.
 
         Raises:
             ValueError: As for latent attention.

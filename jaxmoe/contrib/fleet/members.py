@@ -155,9 +155,6 @@ class FleetMembers(Members):
     def turn(self, note: Callable[[Instance, EngineStep], None]) -> float | None:
         """Let moves go on and start what the policies want.
 
-        Args:
-            note: Called with each step that starts.
-
         Returns:
             Seconds until the next turn if nothing happens before; None waits for ever.
         """

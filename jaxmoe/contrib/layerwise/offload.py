@@ -37,6 +37,7 @@ from jaxmoe.models.decode import (
     HostParametersConfig,
     HostPrograms,
     Programs,
+    ProgramShape,
 )
 from jaxmoe.models.sampling import choose
 from jaxmoe.models.stacks import LayerCall
@@ -125,16 +126,11 @@ class Offload(HostPrograms):
             router_state: State of the routers as host arrays; fresh when None.
         """
 
-    def __call__(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        capacity: int,
-        is_greedy: bool,
-        has_filters: bool,
-    ) -> Programs:
-        """Return the programs for one model, cache size and kind of sampling."""
-        pick = functools.partial(_pick, is_greedy=is_greedy, has_filters=has_filters)
+    def __call__(self, shape: ProgramShape) -> Programs:
+        """Return the programs of a generation."""
+        model = shape.model
+        execution = shape.execution
+        pick = functools.partial(_pick, is_greedy=shape.is_greedy, has_filters=shape.has_filters)
         chain: Chain | None = None
 
         def read(inputs: DecodeInputs, tokens: np.ndarray, lengths: np.ndarray) -> DecodeState:
@@ -144,7 +140,7 @@ class Offload(HostPrograms):
             batch, length = tokens.shape
             places = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
             masks = {"positions": places, "token_mask": places < lengths[:, None]}
-            cache = initial_cache(model, execution, batch=batch, length=capacity)
+            cache = initial_cache(model, execution, batch=batch, length=shape.capacity)
             logits, cache = _decode(chain, tokens, cache, lengths - 1, masks)
             token, is_done = pick(logits, inputs.keys[0], inputs.limits, inputs.ends)
             return DecodeState(token, jnp.asarray(lengths), is_done, cache)

@@ -63,11 +63,7 @@ class SweptLayersConfig(NextTokenConfig):
         parallel_scan(model)
 
     def further_loss(self, call: LossCall) -> tuple[Float[Array, ""], Output]:
-        """Return the weighted sum of the losses after some sweeps, and the output as it is.
-
-        Args:
-            call: The pass.
-        """
+        """Return the weighted sum of the losses after some sweeps, and the output as it is."""
         batch = call.batch
         state = call.options.get("router_state")
         chain = Chain.of(call.model, call.execution, call.params, state)

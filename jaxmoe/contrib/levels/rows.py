@@ -142,13 +142,7 @@ class LevelPacking(Repacking):
         return self.forecast_of(rows).text
 
     def batch(self, rows: Sequence[Row], *, process_index: int, process_count: int) -> Batch:
-        """Return the part of one host of the batch of a step.
-
-        Args:
-            rows: All rows of the step.
-            process_index: Part of the batch.
-            process_count: Number of equal parts.
-        """
+        """Return the part of one host of the batch of a step."""
         documents, plan = self.plan(rows)
         shape = (self.batch_size, self.room.length)
         names = ("tokens", "targets", "segment_ids", "positions")

@@ -86,30 +86,17 @@ class GatedDeltaConfig(RecurrentMixer):
         return self.num_heads * self.head_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         keys = 2 * self.num_key_heads * self.key_dim
         return embed_dim * (3 * self.inner_dim + keys + 2 * self.num_heads)
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of reading, correcting and reading the state, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of reading, correcting and reading the state, at any length."""
         del length
         return 18.0 * self.inner_dim * self.key_dim
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer, whose backward pass stores one state per chunk.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer, whose backward pass stores one state per chunk."""
         heads = self.num_heads / shards(ax.ACT_HEADS)
         keys = 2 * self.num_key_heads / shards(ax.ACT_KV_HEADS) * self.key_dim
         values = heads * self.head_dim
@@ -125,14 +112,7 @@ class GatedDeltaConfig(RecurrentMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> DeltaCache:
-        """Return the state before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the state before a sequence of any length, cut as the mesh is."""
         del slots
         reach = self.conv_length - 1
         keys = (reach, self.num_key_heads, self.key_dim)
@@ -150,18 +130,6 @@ class GatedDeltaConfig(RecurrentMixer):
             v=empty(values, _VALUES, dtype),
             state=empty(state, _STATE, jnp.float32),
         )
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> GatedDelta:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return GatedDelta(self, context, execution, name=name)
 
 
 class DeltaCache(NamedTuple):
@@ -197,17 +165,7 @@ class GatedDelta(nn.Module):
         cache: LayerCache | None,
         layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
-        """Mix the tokens of each document.
-
-        Args:
-            x: Normed input.
-            tokens: Segments and padding.
-            cache: State of this layer, which follows the last token that is not padding.
-            layer: Not read.
-
-        Returns:
-            The output [B S D] in the compute dtype, and the new `DeltaCache`.
-        """
+        """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
         del layer
         placement = self.execution.placement
         dtype = self.execution.precision.compute_dtype
@@ -380,6 +338,9 @@ class GatedDelta(nn.Module):
             for name, row in rows.items()
         }
         return {name: declare(self, name, row) for name, row in rows.items()}, in_use
+
+
+GatedDeltaConfig.module = GatedDelta
 
 
 def _unit(x: Float[Array, "B S M K"]) -> Float32[Array, "B S M K"]:

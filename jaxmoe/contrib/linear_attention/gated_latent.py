@@ -19,9 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.mixers.attention_parts import gate_heads
 from jaxmoe.layers.mixers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
@@ -37,18 +35,6 @@ class GatedLatentConfig(LatentAttentionConfig):
     """Latent attention whose heads are gated by the layer's input."""
 
     name: ClassVar[str] = "gated_latent"
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> GatedLatentAttention:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return GatedLatentAttention(self, context, execution, name=name)
 
 
 class GatedLatentAttention(LatentAttention):
@@ -76,3 +62,6 @@ class GatedLatentAttention(LatentAttention):
         form = self.execution.tensor_products
         logits = out_of_stream(x, {"gate": product}, placement, form=form)["gate"]
         return self._leave(gate_heads(out, logits, "head")), outputs
+
+
+GatedLatentConfig.module = GatedLatentAttention

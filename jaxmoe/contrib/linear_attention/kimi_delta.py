@@ -24,9 +24,8 @@ from jaxtyping import Array, Float, Float32
 
 from jaxmoe.contrib.linear_attention.gated_delta import Axes, GatedDelta, GatedDeltaConfig
 from jaxmoe.declarations import Declaration
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import require_positive
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, along_stream, out_of_stream
 
@@ -59,29 +58,13 @@ class KimiDeltaConfig(GatedDeltaConfig):
             )
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         keys = 2 * self.num_key_heads * self.key_dim
         wide = embed_dim * (2 * self.inner_dim + keys + self.num_heads)
         gates = self.num_heads * (self.key_dim + self.head_dim)
         if self.gate_rank is None:
             return wide + embed_dim * gates
         return wide + self.gate_rank * (2 * embed_dim + gates)
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> KimiDelta:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return KimiDelta(self, context, execution, name=name)
 
 
 _NARROW = ("decay_in", "gate_in")
@@ -157,6 +140,9 @@ class KimiDelta(GatedDelta):
             rows["dt_bias"], shape=shape, axes=(ax.HEADS, ax.HEAD_DIM)
         )
         return rows
+
+
+KimiDeltaConfig.module = KimiDelta
 
 
 def _widen(x: Float[Array, "B S R"], weight: Float[Array, "R N H"]) -> Float32[Array, "B S N H"]:

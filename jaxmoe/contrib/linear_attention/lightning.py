@@ -152,29 +152,16 @@ class LightningConfig(RecurrentMixer):
         return rates * share[None]
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         return 5 * embed_dim * self.inner_dim
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of writing and reading the state per token, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of writing and reading the state per token, at any length."""
         del length
         return 12.0 * self.inner_dim * self.head_dim
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer, whose backward pass stores one state per chunk.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer, whose backward pass stores one state per chunk."""
         channels = self.inner_dim / shards(ax.ACT_HEADS)
         narrow = channels * itemsize
         states = 4 * channels * self.head_dim / self.chunk
@@ -188,30 +175,11 @@ class LightningConfig(RecurrentMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> LightningCache:
-        """Return the state before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the state before a sequence of any length, cut as the mesh is."""
         del slots
         shape = (layers, batch, self.num_heads, self.head_dim, self.head_dim)
         state = jnp.zeros(shape, jnp.float32)
         return LightningCache(state=execution.placement.place(state, (None, *_STATE)))
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Lightning:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Lightning(self, context, execution, name=name)
 
 
 class LightningCache(NamedTuple):
@@ -240,17 +208,7 @@ class Lightning(nn.Module):
         cache: LayerCache | None,
         layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
-        """Mix the tokens of each document.
-
-        Args:
-            x: Normed input.
-            tokens: Segments and padding.
-            cache: State of this layer, which follows the last token that is not padding.
-            layer: Number of the layer, on which its decay may depend.
-
-        Returns:
-            The output [B S D] in the compute dtype, and the new `LightningCache`.
-        """
+        """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
         config = self.config
         placement = self.execution.placement
         dtype = self.execution.precision.compute_dtype
@@ -350,6 +308,9 @@ class Lightning(nn.Module):
             total = jax.lax.psum(total, axes)
         mean = total / jnp.float32(self.config.inner_dim)
         return y * jax.lax.rsqrt(mean + jnp.float32(self.config.norm_epsilon))
+
+
+LightningConfig.module = Lightning
 
 
 def _repeats(mixers: Sequence[MixerBase], period: int) -> bool:

@@ -24,17 +24,16 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float32
 
 from jaxmoe.contrib.linear_attention.lightning import Lightning, LightningConfig
 from jaxmoe.declarations import Declaration, declare
-from jaxmoe.execution import ExecutionConfig
 from jaxmoe.field_docs import with_field_docs
-from jaxmoe.layers.context import LayerContext, require_positive
+from jaxmoe.layers.context import require_positive
 from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.records import LayerInputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate_in_place
-from jaxmoe.layers.sequences import current_order, places_of
+from jaxmoe.layers.sequences import positions_of
 from sharding import axes as ax
 
 _RATE_EPSILON = 1e-5
@@ -81,18 +80,6 @@ class RotaryLightningConfig(LightningConfig):
         share = 1.0 - (number - 1.0) / (self.decay_layers - 1) + _RATE_EPSILON
         return rates * share[None]
 
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> RotaryLightning:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return RotaryLightning(self, context, execution, name=name)
-
 
 def slopes(heads: int) -> np.ndarray:
     """Return the slopes of heads, f64.
@@ -118,7 +105,7 @@ class RotaryLightning(Lightning):
         q, k, v = (projected[name] for name in "qkv")
         if config.qk_norm:
             q, k = (self._norm_of_head(f"{name}_norm", x) for name, x in (("q", q), ("k", k)))
-        where = self._positions(tokens, q.shape[1])
+        where = positions_of(tokens, self.context, self.execution, q.shape[1])
         angles = rotary_angles(where, config.rotary_dim, config.rope_theta)
         q, k = (rotate_in_place(x, angles, "halves") for x in (q, k))
         return {"q": q * jnp.asarray(config.head_dim**-0.5, q.dtype), "k": k, "v": v}
@@ -138,11 +125,5 @@ class RotaryLightning(Lightning):
         )
         return rms_norm(x, declare(self, name, row), self.context.norm_epsilon)
 
-    def _positions(self, tokens: TokenInputs, length: int) -> Int[Array, "#B S"]:
-        """Return the positions of the tokens, their places in the row where none are set."""
-        where = tokens.positions
-        if where is None and tokens.order is not None:
-            where = tokens.order.by_row
-        if where is not None:
-            return self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-        return places_of(current_order(self.context, self.execution, length), length)
+
+RotaryLightningConfig.module = RotaryLightning

@@ -68,29 +68,16 @@ class ShortConvolutionConfig(RecurrentMixer):
         return 1
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         return 4 * embed_dim * self.num_channels
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of the convolution and its gates per token, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of the convolution and its gates per token, at any length."""
         del length
         return 6.0 * self.num_channels * (self.conv_length + 1)
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer."""
         channels = self.num_channels / shards(ax.ACT_MLP) * itemsize
         return MixerActivations(
             projected=3 * channels,
@@ -102,30 +89,11 @@ class ShortConvolutionConfig(RecurrentMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> ShortConvolutionCache:
-        """Return the inputs before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the inputs before a sequence of any length, cut as the mesh is."""
         del slots
         shape = (layers, batch, self.conv_length - 1, self.num_channels)
         inputs = jnp.zeros(shape, execution.precision.compute_dtype)
         return ShortConvolutionCache(x=execution.placement.place(inputs, (None, *_X)))
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> ShortConvolution:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return ShortConvolution(self, context, execution, name=name)
 
 
 class ShortConvolutionCache(NamedTuple):
@@ -152,17 +120,7 @@ class ShortConvolution(nn.Module):
         cache: LayerCache | None,
         layer: LayerInputs | None = None,
     ) -> tuple[Float[Array, "B S D"], MixerOutputs]:
-        """Mix the tokens of each document.
-
-        Args:
-            x: Normed input.
-            tokens: Segments and padding.
-            cache: Inputs of this layer, which follow the last token that is not padding.
-            layer: Not read.
-
-        Returns:
-            The output [B S D] in the compute dtype, and the new `ShortConvolutionCache`.
-        """
+        """Mix the tokens of each document; see `jaxmoe.layers.mixers.mamba2.Mamba2`."""
         del layer
         channels = self.config.num_channels
         width = self.context.embed_dim
@@ -238,3 +196,6 @@ class ShortConvolution(nn.Module):
     def _vector(self, name: str, size: int, axis: str) -> Array:
         row = Declaration(shape=(size,), axes=(axis,), role="state", matrix=None, init="zeros")
         return declare(self, name, row)
+
+
+ShortConvolutionConfig.module = ShortConvolution

@@ -33,9 +33,6 @@ class ProbedBackward(MicroBatchBackward):
     def check(self, step: Step) -> None:
         """Refuse what the matrices cannot be measured with.
 
-        Args:
-            step: With the mesh resolved.
-
         Raises:
             ValueError: Gradients without a backward pass, pipeline stages, a layout that gathers
                 parameters itself, products in 8 bits, an update in parts, or a mixer whose

@@ -37,9 +37,8 @@ from jaxmoe.contrib.multi_token_prediction.modules import module_outputs
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.cache import Cache, initial_cache, num_slots
 from jaxmoe.models.config import ModelConfig
-from jaxmoe.models.decode import DecodeInputs, HostPrograms, Programs
+from jaxmoe.models.decode import DecodeInputs, HostPrograms, Programs, ProgramShape
 from jaxmoe.models.embedding import head_weight, output_logits
-from jaxmoe.models.sampling import choose
 from jaxmoe.models.transformer import forward
 
 _AT_ONCE: Final = 64
@@ -105,23 +104,16 @@ class DraftPrograms(HostPrograms):
     def close(self) -> None:
         """Do nothing: there are no threads, and the report stays."""
 
-    def __call__(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        capacity: int,
-        is_greedy: bool,
-        has_filters: bool,
-    ) -> Programs:
-        """Return the programs for one model, cache size and kind of sampling; see `MakePrograms`.
+    def __call__(self, shape: ProgramShape) -> Programs:
+        """Return the programs of a generation.
 
         Raises:
             ValueError: The model has no modules, its state cannot go back, or there is a mesh.
         """
-        check_modules(model, execution)
+        check_modules(shape.model, shape.execution)
         if any(size > 1 for size in jax.sharding.get_abstract_mesh().shape.values()):
             raise ValueError("drafts are made on one device: leave the mesh out, or the drafts")
-        programs = _compile_programs(model, execution, capacity, is_greedy, has_filters)
+        programs = _compile_programs(shape)
 
         def read(*arguments: Any) -> DraftState:
             self._counts = (0, 0, 0)
@@ -164,39 +156,26 @@ def check_modules(model: ModelConfig, execution: ExecutionConfig) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _compile_programs(
-    model: ModelConfig,
-    execution: ExecutionConfig,
-    capacity: int,
-    is_greedy: bool,
-    has_filters: bool,
-) -> Programs:
+def _compile_programs(shape: ProgramShape) -> Programs:
     """Return the jitted programs for one model, cache size and kind of sampling."""
-    drafter = _Drafter(model, execution, capacity, is_greedy, has_filters)
+    drafter = _Drafter(shape)
     return Programs(jax.jit(drafter.read), jax.jit(drafter.write, donate_argnums=1))
 
 
 class _Drafter:
     """A model and its modules, with their caches, for rows that stop where drafts are wrong."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        execution: ExecutionConfig,
-        capacity: int,
-        is_greedy: bool,
-        has_filters: bool,
-    ):
-        scan = model.further_scan
+    def __init__(self, shape: ProgramShape):
+        scan = shape.model.further_scan
         assert scan is not None  # `check_modules`
         (self._stack,) = scan.stacks
-        self._model = model
-        self._execution = execution
+        self._model = shape.model
+        self._execution = shape.execution
         self._depth = self._stack.num_layers
         # Behind the last token: drafts, and places that stand for those before a row.
-        self._length = capacity + 3 * self._depth + 1
-        self._is_greedy = is_greedy
-        self._pick = functools.partial(choose, is_greedy=is_greedy, has_filters=has_filters)
+        self._length = shape.capacity + 3 * self._depth + 1
+        self._is_greedy = shape.is_greedy
+        self._pick = shape.choose
 
     def read(
         self, inputs: DecodeInputs, prompt: Int[Array, "B S"], lengths: Int[Array, " B"]

@@ -148,9 +148,6 @@ class RolloutsConfig(FeedConfig):
     def check_run(self, config: PretrainConfig) -> None:
         """Refuse rows shorter than an answer.
 
-        Args:
-            config: Run of which these are the rollouts.
-
         Raises:
             ValueError: Names the fields.
         """

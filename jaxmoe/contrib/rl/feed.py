@@ -245,16 +245,17 @@ class RolloutFeed(Feed):
         return self._learner.example()
 
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
-        """Yield a batch of these shapes for each step, which `train` does not read."""
+        """Yield a batch of these shapes for each step, which the step does not read."""
         del first_step
         yield from itertools.repeat(self._learner.example())
 
     @contextlib.contextmanager
     def session(
         self,
+        step_function: StepFunction,
         log: Callable[[int, Mapping[str, float]], None],
         first_state: Callable[[], TrainState],
-    ) -> Generator[None, None, None]:
+    ) -> Generator[StepFunction, None, None]:
         """Open the engine, which compiles at the first step, and compute the reference model."""
         learner = self._learner
         ends = () if self._directory is None else imported_ends(RunDirectory(self._directory))
@@ -291,7 +292,7 @@ class RolloutFeed(Feed):
                     micro_rows=learner.micro_rows,
                 )
             )
-            yield
+            yield functools.partial(self.train, step_function)
 
     def train(
         self, step_function: StepFunction, state: TrainState, batch: Batch

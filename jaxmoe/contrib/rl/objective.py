@@ -88,11 +88,7 @@ class PolicyGradientConfig(CausalObjective):
         return (jnp.asarray(batch.loss_weights) > 0).astype(jnp.float32)
 
     def has_signal(self, batch: Batch) -> Bool[Array, ""] | None:
-        """Return whether an advantage is not zero; None for a batch without advantages.
-
-        Args:
-            batch: Rows of a step.
-        """
+        """Return whether an advantage is not zero; None for a batch without advantages."""
         if ADVANTAGES not in batch.extra:
             return None
         return jnp.any(jnp.asarray(batch.extra[ADVANTAGES]) != 0.0)
@@ -111,12 +107,7 @@ class PolicyGradientConfig(CausalObjective):
         return is_above | (advantages < 0) & (ratio < 1.0 - self.clip_low)
 
     def token_loss(self, nll: Float[Array, "B S"], given: TokenGiven) -> Float[Array, "B S"]:
-        """Return the loss of each token from its negative log-likelihood, for some positions.
-
-        Args:
-            nll: Negative log-likelihood of the drawn tokens, nats.
-            given: Weights and extra arrays of the same positions.
-        """
+        """Return the loss of each token from its negative log-likelihood, for some positions."""
         if ADVANTAGES not in given.extra:
             return nll * given.weights
         advantages = given.extra[ADVANTAGES]

@@ -28,11 +28,7 @@ class WorkersBase(ReplicasKind):
             raise ValueError(f"replicas.workers={self.workers} must be at least 1, or None")
 
     def num_workers(self, places: int) -> int:
-        """Return the number of workers.
-
-        Args:
-            places: Size of mesh.replica.
-        """
+        """Return the number of workers."""
         return places if self.workers is None else self.workers
 
     def make_workers(self, job: WorkersJob) -> RunWorkers:

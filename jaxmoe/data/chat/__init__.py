@@ -147,9 +147,6 @@ class ChatConfig(ReadingConfig):
     def build(self, seed: int = 0) -> PackedSource:
         """Read, render and plan the conversations, or read them from the cache.
 
-        Args:
-            seed: Seed of the order of conversations.
-
         Raises:
             DataError: A path, a file or a record cannot be used.
         """

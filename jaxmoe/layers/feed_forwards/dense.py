@@ -36,6 +36,8 @@ class DenseConfig(UnroutedFeedForward):
     """A dense feed-forward, a SwiGLU by default."""
 
     name: ClassVar[str] = "dense"
+    module: ClassVar[type[FeedForward]]
+    """Class of the module of one layer."""
     module_name: ClassVar[str] = "feed_forward"
     width_fields: ClassVar[tuple[str, ...]] = ("hidden_dim",)
 
@@ -63,16 +65,9 @@ class DenseConfig(UnroutedFeedForward):
         train: bool,
         name: str | None = None,
     ) -> FeedForward:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            train: Ignored.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer."""
         del train
-        return FeedForward(
+        return self.module(
             context.embed_dim,
             self.hidden_dim,
             execution,
@@ -134,3 +129,6 @@ class FeedForward(nn.Module):
 
     def _activate(self, projected: Float[Array, "B S c F"]) -> Float[Array, "B S F"]:
         return self.activation(lambda part: projected[:, :, part])
+
+
+DenseConfig.module = FeedForward

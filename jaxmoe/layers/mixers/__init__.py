@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixers: the half of a layer that moves information between tokens.
 
-To add a mixer: a file jaxmoe/layers/mixers/<name>.py with its config and its module, its row
-under `mixer` in jaxmoe/catalog/layers.py, and its name in tests/test_architecture.py.
+To add a mixer: a file jaxmoe/layers/mixers/<name>.py with its config and its module, which the
+config names, its row under `mixer` in jaxmoe/catalog/layers.py, and its name in
+tests/test_architecture.py.
 jaxmoe/layers/mixers/attention.py shows the attributes and methods of a config.
 """
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmoe.declarations import Declaration, Role, as_factor, declare, declare_matrix
 from jaxmoe.execution import ExecutionConfig
@@ -46,7 +46,7 @@ from jaxmoe.layers.norms import unit_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import HeadArrays, LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import rotary_angles, rotate_in_place
-from jaxmoe.layers.sequences import current_form, current_order, places_of
+from jaxmoe.layers.sequences import current_form, positions_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.products.quantized import Weight
@@ -72,7 +72,6 @@ class AttentionConfig(AttentionMixer):
     """Grouped-query attention with rotary positions."""
 
     name: ClassVar[str] = "grouped_query"
-    width_fields: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     layer_fields: ClassVar[tuple[str, ...]] = (
         "qk_norm",
         "window",
@@ -83,7 +82,6 @@ class AttentionConfig(AttentionMixer):
         "rope_theta",
         "options",
     )
-    can_quantize: ClassVar[bool] = True
     has_pages: ClassVar[bool] = True
     can_select_pages: ClassVar[bool] = True
 
@@ -135,11 +133,6 @@ class AttentionConfig(AttentionMixer):
             raise ValueError(f"attention.softcap={self.softcap} must be above 0, or None for off")
 
     @property
-    def value_dim(self) -> int:
-        """Width of one head's values."""
-        return self.head_dim
-
-    @property
     def chunk(self) -> int | None:
         """Positions of a chunk; None without chunks."""
         return None if self.chunks is None else self.chunks.size
@@ -149,24 +142,8 @@ class AttentionConfig(AttentionMixer):
         """The options, neutral ones where there are none."""
         return self.options or NO_OPTIONS
 
-    def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Gates and vectors (norms, biases, sinks) are left out.
-
-        Args:
-            embed_dim: D.
-        """
-        heads = self.num_heads + self.num_kv_heads  # of q and k, and of o and v
-        return embed_dim * heads * (self.head_dim + self.value_dim)
-
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer; gates of features are f32, those of heads left out.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer; gates of features are f32, those of heads left out."""
         arrays = self.heads.activations(shards, itemsize=itemsize)
         if self.extras.gate_form == "head":
             return arrays
@@ -176,12 +153,7 @@ class AttentionConfig(AttentionMixer):
         )
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence.
-
-        Args:
-            precision: Format of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return the bytes that a cache holds of one token of one sequence."""
         return bytes_per_token(
             num_layers=layers,
             num_kv_heads=self.num_kv_heads,
@@ -193,14 +165,7 @@ class AttentionConfig(AttentionMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> Any:
-        """Return an empty cache, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions that it can hold.
-        """
+        """Return an empty cache, cut as the mesh is."""
         shape = (layers, batch, slots, self.num_kv_heads, self.head_dim)
         precision = execution.precision
         placement = execution.placement
@@ -231,18 +196,6 @@ class AttentionConfig(AttentionMixer):
     def paged_cache(self, pool: Any, tables: PageTables) -> PagedCache:
         """Return the cache of a step of serving."""
         return PagedCache(pool, tables)
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Attention:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Attention(self, context, execution, name=name)
 
 
 class Attended(NamedTuple):
@@ -335,7 +288,7 @@ class Attention(nn.Module):
         if options.qkv_clip is not None:
             q, k, v = (jnp.clip(part, -options.qkv_clip, options.qkv_clip) for part in (q, k, v))
         if config.positions == "rotary":
-            where = self._positions(tokens, q.shape[1])
+            where = positions_of(tokens, self.context, self.execution, q.shape[1])
             width = options.rope_dim(config.head_dim)
             angles = rotary_angles(where, width, config.rope_theta, options.rope_scaling)
             q = rotate_in_place(q, angles, options.rope_layout)
@@ -344,18 +297,11 @@ class Attention(nn.Module):
             q = self._norm("q_norm", q)
             k = self._norm("k_norm", k)
         if config.query_temperature is not None:
-            factor = config.query_temperature.factor(self._positions(tokens, q.shape[1]))
+            factor = config.query_temperature.factor(
+                positions_of(tokens, self.context, self.execution, q.shape[1])
+            )
             q = (q * factor).astype(q.dtype)
         return HeadArrays(q, k, v)
-
-    def _positions(self, tokens: TokenInputs, length: int) -> Int[Array, "#B S"]:
-        """Return the positions of the tokens, their places in the row where none are set."""
-        where = tokens.positions
-        if where is None and tokens.order is not None:
-            where = tokens.order.by_row
-        if where is not None:
-            return self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-        return places_of(current_order(self.context, self.execution, length), length)
 
     def _attend(
         self,
@@ -387,7 +333,7 @@ class Attention(nn.Module):
             if config.chunks is not None:
                 if segment_ids is not None:  # placed as the positions are
                     segment_ids = placement.place(segment_ids, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-                where = self._positions(tokens, q.shape[1])
+                where = positions_of(tokens, self.context, self.execution, q.shape[1])
                 segment_ids = config.chunks.segments(where, segment_ids, q.shape[:2])
             k, v = (as_cached(part, self.execution.precision.cache) for part in (k, v))
             out, logits = attend(
@@ -495,3 +441,6 @@ class Attention(nn.Module):
         flat = place(heads, (*rows, None, None)).reshape(*heads.shape[:2], dim)  # B, S, N*H
         normed = norm.apply(flat, weights, epsilon).reshape(heads.shape)
         return place(normed, (*rows, ax.ACT_HEADS if name == "q_norm" else ax.ACT_KV_HEADS, None))
+
+
+AttentionConfig.module = Attention

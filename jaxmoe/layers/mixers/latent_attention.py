@@ -43,7 +43,7 @@ from jaxmoe.layers.norms import rms_norm
 from jaxmoe.layers.observer import observer_of
 from jaxmoe.layers.records import LayerCache, LayerInputs, MixerOutputs, TokenInputs
 from jaxmoe.layers.rotary import RopeLayout, YarnConfig, in_halves, rotary_angles, rotate
-from jaxmoe.layers.sequences import current_form, current_order, places_of
+from jaxmoe.layers.sequences import current_form, positions_of
 from jaxmoe.precision import PrecisionPolicy
 from sharding import axes as ax
 from sharding.products.tensor_parallel import Product, along_stream, into_stream, out_of_stream
@@ -78,34 +78,17 @@ class LatentCacheMixer(AttentionMixer):
         """Values that a cache holds of one token."""
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer."""
         return self.heads.activations(shards, itemsize=itemsize)
 
     def cache_bytes_per_token(self, precision: PrecisionPolicy, *, layers: int) -> int:
-        """Return the bytes that a cache holds of one token of one sequence.
-
-        Args:
-            precision: Dtype of the cache.
-            layers: Layers with this mixer.
-        """
+        """Return the bytes that a cache holds of one token of one sequence."""
         return layers * self.cache_dim * jnp.dtype(precision.compute_dtype).itemsize
 
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> Float[Array, "L B U 1 H"]:
-        """Return an empty cache, cut as the mesh is, with one entry of every token.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions that it can hold.
-        """
+        """Return an empty cache, cut as the mesh is, with one entry of every token."""
         shape = (layers, batch, slots, 1, self.cache_dim)
         entries = jnp.zeros(shape, execution.precision.compute_dtype)
         return execution.placement.place(entries, LATENT_CACHE_AXES)
@@ -188,11 +171,7 @@ class LatentAttentionConfig(LatentCacheMixer):
         return self.latent_dim + self.rope_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         heads = self.num_heads
         latent = self.query_latent_dim
         source = embed_dim
@@ -207,9 +186,6 @@ class LatentAttentionConfig(LatentCacheMixer):
 
     def check_precision(self, precision: PrecisionPolicy) -> None:
         """Refuse products and caches in few bits, which this layer does not implement.
-
-        Args:
-            precision: Precision of the execution.
 
         Raises:
             ValueError: Quantised weights, a quantised cache, or products in 8 bits.
@@ -229,18 +205,6 @@ class LatentAttentionConfig(LatentCacheMixer):
     def paged_cache(self, pool: Float[Array, "L P G 1 H"], tables: PageTables) -> PagedLatents:
         """Return the cache of a step of serving."""
         return PagedLatents(pool, tables)
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> LatentAttention:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return LatentAttention(self, context, execution, name=name)
 
 
 class LatentAttention(nn.Module):
@@ -350,13 +314,7 @@ class LatentAttention(nn.Module):
     def _angles(self, tokens: TokenInputs, length: int) -> Any:
         """Return the angles by which RoPE turns the tokens."""
         config = self.config
-        where = tokens.positions
-        if where is None and tokens.order is not None:
-            where = tokens.order.by_row
-        if where is not None:
-            where = self.execution.placement.place(where, (ax.ACT_BATCH, ax.ACT_SEQ_INNER))
-        else:
-            where = places_of(current_order(self.context, self.execution, length), length)
+        where = positions_of(tokens, self.context, self.execution, length)
         return rotary_angles(where, config.rope_dim, config.rope_theta, config.yarn)
 
     def _into_latents(self, x: Float[Array, "B S D"]) -> tuple[Array, Array, Array, Array]:
@@ -471,6 +429,9 @@ class LatentAttention(nn.Module):
             shape=latent.shape[-1:], axes=axes, role="norm", matrix=None, init="ones"
         )
         return rms_norm(latent, declare(self, name, gains), self.config.norm_epsilon)
+
+
+LatentAttentionConfig.module = LatentAttention
 
 
 def _pad(x: Float[Array, "B S N H"], width: int) -> Float[Array, "B S N W"]:

@@ -84,30 +84,17 @@ class MambaConfig(SelectiveMixer):
         return 1
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         inside = 2 * self.state_dim + 2 * self.step_rank
         return self.inner_dim * (3 * embed_dim + inside)
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of writing and reading the state per token, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of writing and reading the state per token, at any length."""
         del length
         return 18.0 * self.inner_dim * self.state_dim
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer, which keeps one state per chunk.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer, which keeps one state per chunk."""
         channels = self.inner_dim / shards(ax.ACT_MLP)
         narrow = channels * itemsize
         wide = 4 * channels
@@ -122,14 +109,7 @@ class MambaConfig(SelectiveMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> MambaCache:
-        """Return the state before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the state before a sequence of any length, cut as the mesh is."""
         del slots
         inputs = (layers, batch, self.conv_length - 1, self.inner_dim)
         state = (layers, batch, self.inner_dim, self.state_dim)
@@ -139,18 +119,6 @@ class MambaConfig(SelectiveMixer):
             x=place(jnp.zeros(inputs, dtype), (None, *_X)),
             state=place(jnp.zeros(state, jnp.float32), (None, *_STATE)),
         )
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Mamba:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Mamba(self, context, execution, name=name)
 
 
 class MambaCache(NamedTuple):
@@ -302,3 +270,6 @@ class Mamba(nn.Module):
     def _vector(self, name, shape, axes, init: Any = "zeros", role: Any = "state") -> Array:
         row = Declaration(shape=shape, axes=axes, role=role, matrix=None, init=init)
         return declare(self, name, row)
+
+
+MambaConfig.module = Mamba

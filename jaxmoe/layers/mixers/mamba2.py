@@ -80,30 +80,17 @@ class Mamba2Config(SelectiveMixer):
         return self.num_heads * self.head_dim
 
     def projection_parameters(self, embed_dim: int) -> int:
-        """Return the number of parameters in the projections of one layer.
-
-        Args:
-            embed_dim: D.
-        """
+        """Return the number of parameters in the projections of one layer."""
         read = 2 * self.num_groups * self.state_dim + self.num_heads
         return embed_dim * (3 * self.inner_dim + read)
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of writing and reading the state per token, forward and backward.
-
-        Args:
-            length: Positions of a sequence, on which they do not depend.
-        """
+        """Return the FLOPs of writing and reading the state per token, at any length."""
         del length
         return 12.0 * self.inner_dim * self.state_dim
 
     def activations(self, shards: Callable[[str], int], *, itemsize: int) -> MixerActivations:
-        """Return the arrays of one layer, whose backward pass stores one state per chunk.
-
-        Args:
-            shards: Function from a logical axis to the devices that split it.
-            itemsize: Bytes per value in the compute dtype.
-        """
+        """Return the arrays of one layer, whose backward pass stores one state per chunk."""
         heads = self.num_heads / shards(ax.ACT_HEADS)
         narrow = heads * self.head_dim * itemsize
         wide = heads * self.head_dim * 4
@@ -120,14 +107,7 @@ class Mamba2Config(SelectiveMixer):
     def initial_cache(
         self, execution: ExecutionConfig, *, layers: int, batch: int, slots: int
     ) -> Mamba2Cache:
-        """Return the state before a sequence, cut as the mesh is.
-
-        Args:
-            execution: Precision and placement of the cache.
-            layers: Layers that the cache is stacked over.
-            batch: Sequences.
-            slots: Positions to come, on which the size does not depend.
-        """
+        """Return the state before a sequence of any length, cut as the mesh is."""
         del slots
         reach = self.conv_length - 1
         groups = (self.num_groups, self.state_dim)
@@ -144,18 +124,6 @@ class Mamba2Config(SelectiveMixer):
             c=empty((reach, *groups), _SHARED, dtype),
             state=empty((*heads, self.state_dim), _STATE, jnp.float32),
         )
-
-    def build(
-        self,
-        context: LayerContext,
-        execution: ExecutionConfig,
-        *,
-        train: bool = False,
-        name: str | None = None,
-    ) -> Mamba2:
-        """Return the module of one layer, which computes the same in training."""
-        del train
-        return Mamba2(self, context, execution, name=name)
 
 
 class Mamba2Cache(NamedTuple):
@@ -384,6 +352,9 @@ class Mamba2(nn.Module):
             for name, row in rows.items()
         }
         return {name: declare(self, name, row) for name, row in rows.items()}, in_use
+
+
+Mamba2Config.module = Mamba2
 
 
 def _vector(

@@ -57,11 +57,7 @@ class ThinkStream(PlainStream):
         self._is_open = is_open
 
     def add(self, text: str) -> list[Piece]:
-        """Return what a part of the answer adds.
-
-        Args:
-            text: The part.
-        """
+        """Return what a part of the answer adds."""
         self._text += text
         return self._pieces(is_whole=False)
 

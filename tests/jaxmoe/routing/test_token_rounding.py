@@ -77,7 +77,8 @@ def rounded(config, params, x, key=None, *, router=None, gate=None, extent=None,
     )
     built = router.build(num_experts=EXPERTS, top_k=TOP_K, embed_dim=WIDTH)
     output = built.route(params, {}, inputs, train=True, key=jax.random.key(0))
-    choice = RouterChoice.of(output, inputs, gate, num_experts=EXPERTS, key=key)
+    assignments = gate.assign(output.selection)
+    choice = RouterChoice(assignments, output, inputs, gate, num_experts=EXPERTS, key=key)
     return config.assign(choice), choice.assignments
 
 

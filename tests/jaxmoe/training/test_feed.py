@@ -6,7 +6,7 @@ A vertical with a feed imports these tests beside a fixture `feed` of its own.
 """
 
 import contextlib
-import inspect
+import functools
 import itertools
 
 import jax
@@ -54,6 +54,11 @@ def _batches(feed, first_step):
         return [_arrays(batch) for batch in itertools.islice(batches, STEPS - first_step)]
 
 
+def _session(feed, step_function):
+    no_state = functools.partial(pytest.fail, "no state is needed")
+    return feed.session(step_function, lambda step, values: None, no_state)
+
+
 def test_a_later_step_has_the_same_batch_wherever_a_loop_begins(feed):
     whole = _batches(feed, 0)
     assert len(whole) == STEPS
@@ -68,12 +73,12 @@ def test_the_batch_that_is_compiled_for_has_the_shapes_of_all(feed):
 
 def test_a_session_may_end_without_a_step_and_another_follow(feed):
     for _ in range(2):
-        with feed.session(lambda step, values: None, lambda: pytest.fail("no state is needed")):
+        with _session(feed, lambda *pair: pair):
             pass
 
 
 def test_a_step_is_taken_on_each_batch_as_it_comes():
     feed = _of_loader()
     feed.check()
-    train = inspect.unwrap(Feed.train)  # plain objects will do
-    assert train(feed, lambda *pair: pair, "state", "batch") == ("state", "batch")
+    with _session(feed, lambda *pair: pair) as step:
+        assert step("state", "batch") == ("state", "batch")

@@ -289,10 +289,12 @@ def assign(
     Returns:
         The assignments of tokens to experts, and the statistics of this device's tokens.
     """
-    choice = RouterChoice.of(
+    gate = moe.gate.build()
+    choice = RouterChoice(
+        gate.assign(output.selection),
         output,
         inputs,
-        moe.gate.build(),
+        gate,
         num_experts=moe.num_experts,
         num_free=moe.num_zero_computation,
         key=key,

@@ -230,14 +230,7 @@ class MoEConfig(FeedForwardBase):
         train: bool,
         name: str | None = None,
     ) -> nn.Module:
-        """Return the module of one layer.
-
-        Args:
-            context: Model-wide numbers.
-            execution: How it is computed.
-            train: Whether routers behave as in training.
-            name: Name among the parameters.
-        """
+        """Return the module of one layer."""
         from jaxmoe.layers.feed_forwards.moe.layer import MoELayer  # noqa: PLC0415 (it imports this)
 
         return MoELayer(self, context, execution, train, name=name)

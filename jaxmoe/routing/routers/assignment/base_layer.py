@@ -61,10 +61,6 @@ class BaseLayerConfig(RouterBase):
         """Evens the choice over the tokens of a scope in training."""
         return Traits(sees_others=True, evens_load=True)
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> BaseLayer:
-        """Return the router for these sizes."""
-        return BaseLayer(self, num_experts, top_k, embed_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class BaseLayer(SizedRouter):
@@ -109,6 +105,9 @@ class BaseLayer(SizedRouter):
             start = jax.lax.axis_index(axes) * length
             is_open = jax.lax.dynamic_slice_in_dim(is_open, start, length, axis=1)
         return join_scopes(is_open)
+
+
+BaseLayerConfig.router = BaseLayer
 
 
 def assign(

@@ -67,10 +67,6 @@ class SelectiveSinkhornConfig(RouterBase):
             needs_key=self.probability > 0.0,
         )
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SelectiveSinkhorn:
-        """Return the router for these sizes."""
-        return SelectiveSinkhorn(self, num_experts, top_k, embed_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveSinkhorn(SizedRouter):
@@ -98,3 +94,6 @@ class SelectiveSinkhorn(SizedRouter):
         cost = logits if config.cost == "logits" else jax.nn.softmax(logits, axis=-1)
         cost = cost / config.entropy
         return cost + scalings(cost, inputs, scope=config.scope, iterations=config.iterations)
+
+
+SelectiveSinkhornConfig.router = SelectiveSinkhorn

@@ -52,7 +52,7 @@ from jaxmoe.routing.base import (
     Traits,
     sum_statistics,
 )
-from jaxmoe.routing.routers.linear import SizedRouter, check_sizes, linear_logits
+from jaxmoe.routing.routers.linear import SizedRouter, linear_logits
 from jaxmoe.routing.scopes import (
     Scope,
     choose_largest,
@@ -117,22 +117,6 @@ class ExpertChoiceConfig(RouterBase):
         """Not causal; its scores are the gates, and its load is even."""
         return dataclasses.replace(EXPERT_TRAITS, is_rowwise=self.scope == "sequence")
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ExpertChoice:
-        """Return the router for these sizes.
-
-        Raises:
-            ValueError: `k_min` or `k_max` exceeds `top_k`.
-        """
-        check_sizes(num_experts=num_experts, top_k=top_k)
-        for field in ("k_max", "k_min"):
-            if (getattr(self, field) or 1) > top_k:
-                raise ValueError(
-                    f"a schedule above K_max: router.{field}={getattr(self, field)} must not exceed"
-                    f" moe.top_k={top_k}, for which the slots are allocated: raise moe.top_k or"
-                    f" lower router.{field}"
-                )
-        return ExpertChoice(self, num_experts, top_k, embed_dim)
-
 
 def scheduled_k(
     ratio: Float[Array, "*d"], *, schedule: CapacitySchedule, k_min: int, k_max: int
@@ -163,7 +147,22 @@ def scheduled_k(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertChoice(SizedRouter):
-    """The router."""
+    """The router.
+
+    Raises:
+        ValueError: `k_min` or `k_max` exceeds `top_k`.
+    """
+
+    def __post_init__(self):
+        SizedRouter.__post_init__(self)
+        for field in ("k_max", "k_min"):
+            value = getattr(self.config, field)
+            if (value or 1) > self.top_k:
+                raise ValueError(
+                    f"a schedule above K_max: router.{field}={value} must not exceed"
+                    f" moe.top_k={self.top_k}, for which the slots are allocated: raise moe.top_k"
+                    f" or lower router.{field}"
+                )
 
     def route(
         self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
@@ -260,3 +259,6 @@ class ExpertChoice(SizedRouter):
         # For a token without experts all terms are kept, so that its logsumexp is finite.
         is_seen = is_taken | ~is_taken.any(-1, keepdims=True)
         return scores - jax.nn.logsumexp(scores, axis=-1, where=is_seen, keepdims=True)
+
+
+ExpertChoiceConfig.router = ExpertChoice

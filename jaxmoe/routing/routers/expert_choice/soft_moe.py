@@ -64,10 +64,6 @@ class SoftMoEConfig(RouterBase):
         """Not causal; its scores are the gates, and its load is even; mixes tokens."""
         return dataclasses.replace(EXPERT_TRAITS, mixes_tokens=True)
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SoftMoE:
-        """Return the router for these sizes."""
-        return SoftMoE(self, num_experts, top_k, embed_dim)
-
     def sized_for(self, *, steps: int, rows_per_expert: float) -> SoftMoEConfig:
         """Return the config with as many slots as a top-k router has assignments."""
         del steps
@@ -134,3 +130,6 @@ class SoftMoE(SizedRouter):
             statistics=statistics,
             slots=Slots(dispatch=dispatch, combine=combine),
         )
+
+
+SoftMoEConfig.router = SoftMoE

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jaxmoe.routing.base import Arrays, Key, RouterBase, RouterInputs, RouterOutput, Traits
 from jaxmoe.routing.routers.linear import (
     SizedRouter,
-    check_sizes,
     linear_logits,
     token_output,
 )
@@ -43,24 +42,22 @@ class GShardConfig(RouterBase):
         """Causal; draws random numbers; its scores are the gates."""
         return Traits(has_own_gates=True, needs_key=True)
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> GShard:
-        """Return the router for these sizes.
-
-        Raises:
-            ValueError: `top_k` is not 2.
-        """
-        check_sizes(num_experts=num_experts, top_k=top_k)
-        if top_k != 2:
-            raise ValueError(
-                f"top_k={top_k}: the router gshard has a first and a second expert: set top_k to 2"
-                " or take another router"
-            )
-        return GShard(self, num_experts, top_k, embed_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class GShard(SizedRouter):
-    """The router."""
+    """The router.
+
+    Raises:
+        ValueError: `top_k` is not 2.
+    """
+
+    def __post_init__(self):
+        SizedRouter.__post_init__(self)
+        if self.top_k != 2:
+            raise ValueError(
+                f"top_k={self.top_k}: the router gshard has a first and a second expert: set top_k"
+                " to 2 or take another router"
+            )
 
     def route(
         self, params: Arrays, state: Any, inputs: RouterInputs, *, train: bool, key: Key
@@ -78,3 +75,6 @@ class GShard(SizedRouter):
             log_gates = jnp.where(is_used, log_gates, -jnp.inf)
         probs = jax.nn.softmax(logits, axis=-1)
         return token_output(expert_ids, log_gates, inputs, logits=logits, probs=probs)
+
+
+GShardConfig.router = GShard

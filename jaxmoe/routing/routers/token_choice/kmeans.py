@@ -76,10 +76,6 @@ class KMeansConfig(RouterBase):
         """Causal, unless the bias looks at the batch."""
         return traits_of(self.bias)
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> KMeans:
-        """Return the router for these sizes."""
-        return KMeans(self, num_experts, top_k, embed_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class KMeans(SizedRouter):
@@ -155,6 +151,9 @@ class KMeans(SizedRouter):
                 state["selection"], statistics, step, top_k=self.top_k
             )
         return new
+
+
+KMeansConfig.router = KMeans
 
 
 def _unit(rows: Float[Array, "n D"]) -> Float[Array, "n D"]:

@@ -49,34 +49,21 @@ class ProgressiveTopKConfig(TokenChoiceBase):
     """First step at which every layer uses final_top_k; late in training in the paper."""
 
     def __post_init__(self):
-        for field, value in (("final_top_k", self.final_top_k), *self._early()):
+        for field, value in self.schedule():
             if value < 1:
                 raise ValueError(f"router.{field}={value} must be at least 1")
         if self.switch_step < 0:
             raise ValueError(f"router.switch_step={self.switch_step} must be 0 or more")
 
-    def _early(self) -> list[tuple[str, int]]:
-        return [(f"early_top_k[{i}]", k) for i, k in enumerate(self.early_top_k)]
+    def schedule(self) -> list[tuple[str, int]]:
+        """Return the name and the value of each K."""
+        early = [(f"early_top_k[{i}]", k) for i, k in enumerate(self.early_top_k)]
+        return [("final_top_k", self.final_top_k), *early]
 
     @property
     def traits(self) -> Traits:
         """Causal; ends with `final_top_k` experts per token."""
         return dataclasses.replace(traits_of(None), final_top_k=self.final_top_k)
-
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> ProgressiveTopK:
-        """Return the router for these sizes.
-
-        Raises:
-            ValueError: a K of the schedule exceeds `top_k`, the slots of a token.
-        """
-        for field, value in (("final_top_k", self.final_top_k), *self._early()):
-            if value > top_k:
-                raise ValueError(
-                    f"router.{field}={value} exceeds top_k={top_k}, the slots of a token: set"
-                    f" moe.top_k to the largest of the schedule,"
-                    f" {max(self.final_top_k, *self.early_top_k, 1)}"
-                )
-        return ProgressiveTopK(self, num_experts, top_k, embed_dim)
 
     def score(
         self, params: Arrays, inputs: RouterInputs, *, top_k: int, train: bool, key: Key
@@ -93,7 +80,22 @@ class ProgressiveTopKConfig(TokenChoiceBase):
 
 @dataclasses.dataclass(frozen=True)
 class ProgressiveTopK(TokenChoice):
-    """The router: softmax top-k of K_max experts, cut to the current K."""
+    """The router: softmax top-k of K_max experts, cut to the current K.
+
+    Raises:
+        ValueError: A K of the schedule exceeds `top_k`, the slots of a token.
+    """
+
+    def __post_init__(self):
+        config = self.config
+        for field, value in config.schedule():
+            if value > self.top_k:
+                raise ValueError(
+                    f"router.{field}={value} exceeds top_k={self.top_k}, the slots of a token: set"
+                    f" moe.top_k to the largest of the schedule,"
+                    f" {max(config.final_top_k, *config.early_top_k, 1)}"
+                )
+        TokenChoice.__post_init__(self)
 
     def init(self, key: Array) -> tuple[Arrays, Any]:
         """Return random parameters, and the state `step`, 0."""
@@ -123,3 +125,6 @@ class ProgressiveTopK(TokenChoice):
         table = jnp.asarray(config.early_top_k, jnp.int32)
         early = table.at[layer].get(mode="fill", fill_value=config.final_top_k)
         return jnp.where(step < config.switch_step, early, final)
+
+
+ProgressiveTopKConfig.router = ProgressiveTopK

@@ -50,10 +50,6 @@ class SparseMixerConfig(RouterBase):
         """Causal; its scores are the gates."""
         return Traits(has_own_gates=True)
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> SparseMixer:
-        """Return the router for these sizes."""
-        return SparseMixer(self, num_experts, top_k, embed_dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class SparseMixer(SizedRouter):
@@ -93,3 +89,6 @@ class SparseMixer(SizedRouter):
         is_far = still_top - still > self.config.margin * scale
         close = jnp.where(is_far, -jnp.inf, remaining)
         return top - jax.nn.logsumexp(close, axis=1, keepdims=True)
+
+
+SparseMixerConfig.router = SparseMixer

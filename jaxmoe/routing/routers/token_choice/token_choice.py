@@ -82,10 +82,6 @@ class TokenChoiceBase(RouterBase):
         """Causal, unless the bias looks at the batch."""
         return traits_of(self.bias)
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> TokenChoice:
-        """Return the router for these sizes."""
-        return TokenChoice(self, num_experts, top_k, embed_dim)
-
     def declarations(self, *, num_experts: int, embed_dim: int) -> dict[str, Declaration]:
         """Return the parameters by name: by default the matrix `weight [D E]`."""
         return linear_declarations(num_experts=num_experts, embed_dim=embed_dim)
@@ -156,6 +152,9 @@ class TokenChoice(SizedRouter):
         if self.config.bias is None:
             return state
         return self.config.bias.update(state, statistics, step, top_k=self.top_k)
+
+
+TokenChoiceBase.router = TokenChoice
 
 
 def preferred_experts(preference: Float[Array, "T E"], *, top_k: int) -> Int[Array, "T K"]:

@@ -44,10 +44,6 @@ class UnlearnedBase(RouterBase):
         """Causal; nothing is learned."""
         return Traits(is_learned=False)
 
-    def build(self, *, num_experts: int, top_k: int, embed_dim: int) -> Unlearned:
-        """Return the router for these sizes."""
-        return Unlearned(self, num_experts, top_k, embed_dim)
-
     @abc.abstractmethod
     def choose(
         self, inputs: RouterInputs, *, num_experts: int, top_k: int, train: bool, key: Key
@@ -95,3 +91,6 @@ class Unlearned(SizedRouter):
             logits=jnp.zeros((expert_ids.shape[0], self.num_experts), jnp.float32),
             probs=self.config.probabilities(expert_ids, num_experts=self.num_experts),
         )
+
+
+UnlearnedBase.router = Unlearned

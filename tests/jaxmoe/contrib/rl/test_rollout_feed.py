@@ -69,7 +69,7 @@ def test_the_reference_holds_no_frozen_parameter(monkeypatch, adapter):
     states = [mock.Mock(spec=TrainState, params=params, router_state=(), opt_state=optimizer_state)]
     del params, optimizer_state
     feed = _feed(model=model, beta=0.1)
-    with feed.session(lambda step, measures: None, states.pop):
+    with feed.session(mock.Mock(), lambda step, measures: None, states.pop):
         gc.collect()
         alive = {row.path for row, array in arrays if array() is not None}
         assert moments() is None
@@ -93,7 +93,7 @@ def test_answers_end_where_a_text_of_the_model_does(tmp_path, monkeypatch):
 
     monkeypatch.setattr("jaxmoe.contrib.rl.feed.Rollouts", Rollouts)
     for directory in (None, str(tmp_path)):
-        with _feed(directory).session(lambda step, measures: None, lambda: None):
+        with _feed(directory).session(mock.Mock(), lambda step, measures: None, lambda: None):
             pass
     assert seen == [(), (3, 5)]
 

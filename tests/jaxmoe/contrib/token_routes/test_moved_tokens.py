@@ -209,7 +209,10 @@ def test_a_planted_affinity_raises_local_activation(tmp_path):
         ({"devices": 2}, "is for 2 devices of the expert axes (place --devices), and this run has"),
         ({"layers": 3}, "is for 3 MoE layers, and this run has 1"),
         ({"experts": 12}, "is for 12 experts (model.moe.num_experts), and this run has 4"),
-        ("absent", "is no file of token tables (No such file or directory): write one with jaxmoe place"),
+        (
+            "absent",
+            "is no file of token tables (No such file or directory): write one with jaxmoe place",
+        ),
         ("text", "is no file of token tables ("),
         ("trace", "is no file of token tables ('id_device is not a file in the archive'): write"),
     ],
