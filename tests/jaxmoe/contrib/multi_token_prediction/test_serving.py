@@ -140,7 +140,7 @@ def test_drafts_are_those_of_a_generation(depth):
     with Engine(ModelExecutor(model, params(model), config=sizes)) as engine:
         asked = Sampling(max_tokens=num_tokens, temperature=0.7, seed=seed)
         answer = [*engine.submit(prompt, asked)]
-        metrics = engine.metrics
+    metrics = engine.metrics  # those of the last step are known when the engine has ended
     assert [event.token for event in answer[:-1]] == tokens
     report = programs.report
     assert metrics.num_steps == 2 + report.num_passes  # two pieces of the prompt

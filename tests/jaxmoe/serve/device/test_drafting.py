@@ -226,7 +226,7 @@ def test_events_of_accepted_guesses_have_all_that_was_asked_for():
             events[make] = answer[:-1]
             ORACLE.texts = {0: [*prompt, *(event.token for event in answer[:-1])]}
             ORACLE.wrong = 3
-            metrics = engine.metrics
+        metrics = engine.metrics  # those of the last step are known when the engine has ended
     plain, drafted = events.values()
     assert [event.token for event in drafted] == [event.token for event in plain]
     assert [event.index for event in drafted] == [*range(9)]
