@@ -158,7 +158,9 @@ def _trained(model: Any, **options: Any) -> dict[str, str]:
 
 
 def _mixer(config: Any, directory: pathlib.Path) -> dict[str, str]:
-    model = dataclasses.replace(steps.tiny_model(), attention=steps.fitting(config, SIZES))
+    # The others rotate whole heads, which is their default.
+    sizes = SIZES | ({"rotary_dim": 4} if config.name == "rotary_lightning" else {})
+    model = dataclasses.replace(steps.tiny_model(), attention=steps.fitting(config, sizes))
     return steps.two_steps(model) | steps.parameter_rows(model)
 
 
@@ -189,6 +191,12 @@ def _objective(config: Any, directory: pathlib.Path) -> dict[str, str]:
         extra = {"advantage": noise[0], "behavior_log_prob": -3.0 + 0.1 * noise[1]}
         extra |= {"reference_log_prob": extra["behavior_log_prob"]}
         rows = dataclasses.replace(rows, extra=extra)
+    if config.name == "multi_token_prediction":
+        from jaxmoe.contrib.multi_token_prediction.config import MultiTokenModulesConfig
+        from jaxmoe.models.config import ModelOptions
+
+        options = ModelOptions(predictor=MultiTokenModulesConfig(depth=2))
+        model = dataclasses.replace(model, options=options)
     return _trained(model, objective=objective, rows=rows)
 
 
