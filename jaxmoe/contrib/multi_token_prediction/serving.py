@@ -37,7 +37,7 @@ from jaxmoe.models.embedding import head_weight, output_logits
 from jaxmoe.models.sampling import Limits, choose_each
 from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.device.drafting import ComputedWork, ServedDrafter
+from jaxmoe.serve.device.drafting import ComputedStep, ComputedWork, ServedDrafter
 from jaxmoe.serve.device.draw import keys_of
 from jaxmoe.serve.device.layers import stack_layers
 from jaxmoe.serve.device.rows import no_limits, set_limits
@@ -114,18 +114,11 @@ class ModulesDrafter(ServedDrafter):
         return pools
 
     def guess(
-        self,
-        params: Any,
-        router_state: Any,
-        pools: Pools,
-        hidden: Any,
-        works: Sequence[ComputedWork],
-        pieces: tuple[int, int],
-        context_length: int,
+        self, params: Any, router_state: Any, pools: Pools, step: ComputedStep
     ) -> tuple[Any, Pools]:
         """Return the guesses behind all works, see `ServedDrafter.guess`."""
-        inputs = self._inputs(works, pieces, context_length)
-        return self._program(params, router_state, pools, hidden, inputs)
+        inputs = self._inputs(step.works, step.pieces, step.context_length)
+        return self._program(params, router_state, pools, step.hidden, inputs)
 
     def _inputs(
         self, works: Sequence[ComputedWork], pieces: tuple[int, int], context_length: int

@@ -48,6 +48,19 @@ class ComputedWork(NamedTuple):
         return self.work.start + len(self.work.tokens) + max(len(self.drawn) - 1, 0)
 
 
+class ComputedStep(NamedTuple):
+    """Step whose results are known."""
+
+    works: Sequence[ComputedWork]
+    """Single tokens, then pieces."""
+    hidden: Any
+    """States of its tokens behind the final norm [1 T D], on the device."""
+    pieces: tuple[int, int]
+    """Number and length of the compiled pieces beside the single tokens."""
+    context_length: int
+    """Tokens of a sequence that attention reads."""
+
+
 class ServedDrafter(abc.ABC):
     """What guesses the next tokens of sequences from the states of a model behind its last layer.
 
@@ -72,14 +85,7 @@ class ServedDrafter(abc.ABC):
 
     @abc.abstractmethod
     def guess(
-        self,
-        params: Any,
-        router_state: Any,
-        pools: Pools,
-        hidden: Any,
-        works: Sequence[ComputedWork],
-        pieces: tuple[int, int],
-        context_length: int,
+        self, params: Any, router_state: Any, pools: Pools, step: ComputedStep
     ) -> tuple[Any, Pools]:
         """Return guesses [works and more, K] on the device, and the pools after the step.
 
@@ -87,10 +93,7 @@ class ServedDrafter(abc.ABC):
             params: Parameters of the model.
             router_state: State of its routers.
             pools: Pools of `initial_pools`, which are donated.
-            hidden: States of the tokens of the step behind the final norm [1 T D].
-            works: Works of the step: single tokens, then pieces.
-            pieces: Number and length of the compiled pieces beside the single tokens.
-            context_length: Tokens of a sequence that attention reads.
+            step: Step that the guesses follow.
         """
 
 

@@ -24,7 +24,7 @@ from jaxmoe.models.config import ModelConfig
 from jaxmoe.routing.replay import why_not_recorded
 from jaxmoe.scaling.initialize import lay_out
 from jaxmoe.serve.device.config import ExecutorConfig
-from jaxmoe.serve.device.drafting import ComputedWork, guesses_of
+from jaxmoe.serve.device.drafting import ComputedStep, ComputedWork, guesses_of
 from jaxmoe.serve.device.draw import draw_adjusted, no_adjustments, set_adjustments
 from jaxmoe.serve.device.experts import PageExperts
 from jaxmoe.serve.device.host import HostPages
@@ -297,10 +297,10 @@ class ModelExecutor:
     def _guess(self, hidden: Any, works: Sequence[ComputedWork], shape: StepShape) -> None:
         """Let the device guess the tokens behind some works."""
         assert self._guesses is not None  # the caller has looked
-        sizes = shape.pieces, shape.context_length
+        step = ComputedStep(works, hidden, shape.pieces, shape.context_length)
         with self._in_mesh():
-            arguments = (self._params, self._router_state, self._pools, hidden, works)
-            guesses, self._pools = self._guesses.drafter.guess(*arguments, *sizes)
+            arguments = (self._params, self._router_state, self._pools, step)
+            guesses, self._pools = self._guesses.drafter.guess(*arguments)
         self._guesses.remember(works, guesses)
 
     def _scores(self, outputs: StepOutputs, placed: Sequence[PlacedWork]) -> PositionScores | None:

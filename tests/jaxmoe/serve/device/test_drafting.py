@@ -33,9 +33,9 @@ class Oracle(ServedDrafter):
     def initial_pools(self, *, pages, size):
         return {}
 
-    def guess(self, params, router_state, pools, hidden, works, pieces, context_length):
+    def guess(self, params, router_state, pools, step):
         guesses = np.zeros((SIZES.shapes.most_rows, DEPTH), np.int32)
-        for row, computed in enumerate(works):
+        for row, computed in enumerate(step.works):
             known = [*computed.work.history, *computed.drawn]
             text = self.texts[computed.work.id]
             if computed.drawn:
