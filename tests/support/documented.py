@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import importlib.util
 import io
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx2 as httpx
 import pyarrow
@@ -61,8 +62,11 @@ def environment(devices: int = 1, **variables: str) -> dict[str, str]:
         **variables: Further variables.
     """
     places = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    # XLA compiles in a third of the time without its newer emitters of fusions.
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    flags = f"--xla_force_host_platform_device_count={devices} {flags}"
     return {
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPYCACHEPREFIX": str(ROOT / ".cache" / "python"),
@@ -117,11 +121,13 @@ _TRAINING = {
     "evaluation.every": "0",
     "tracking.sample_length": "0",
     "tracking.trackers": "",
+    "execution.unroll": "1",  # layers of a kind are compiled once
 }
 _TUNING = {name: value for name, value in _TRAINING.items() if name != "training.sequence_length"}
 _ENGINE = {"engine.max_sequences": "2", "engine.pieces": "1x128", "engine.num_logprobs": "0"}
 _SMALL: dict[str, dict[str, str]] = {
     "pretrain": {**_MODEL, **_TRAINING},
+    "pretrain hybrid": {**_MODEL, **_TRAINING, "model.num_layers": "4"},
     "pretrain resume": {"training.steps": "4"},
     "pretrain branch": {"training.steps": "4", "checkpoint.initial.step": "2"},
     "finetune": _TUNING,
@@ -179,22 +185,31 @@ _FORCED += ("checkpoint.initial.step",)
 """Flags of size: theirs is the last word where the command has them, too."""
 
 
-def small(words: list[str]) -> list[str]:
+def small(words: list[str], more: tuple[str, ...] = ()) -> list[str]:
     """Return the flags that make a command small: those that it leaves open, and sizes.
 
     Args:
         words: The command, `jaxmoe` first.
+        more: Further flags behind it, which stand as they are.
     """
     table = _SMALL.get(" ".join(words[1:3])) or _SMALL.get(words[1], {})
-    given = {word[2:].replace("-", "_").partition("=")[0] for word in words if word[:2] == "--"}
+    given, kept = _names(words), _names(more)
     chosen = {word.partition(":")[0] for word in words if re.match(r"[a-z_.]+:[a-z]", word)}
     flags = []
     for name, value in table.items():
-        taken = name in given and name not in _FORCED
+        taken = name in kept or (name in given and name not in _FORCED)
         if taken or any(name.startswith(f"{path}.") for path in chosen & {"model.attention"}):
             continue
+        if name == "training.batch_size" and "--training.accumulation" in (*words, *more):
+            all_words = [*words, *more]
+            value = str(int(value) * int(all_words[all_words.index("--training.accumulation") + 1]))
         flags += [f"--{name}", *value.split()]
     return flags
+
+
+def _names(words: Sequence[str]) -> set[str]:
+    """Return the names of the flags among words."""
+    return {word[2:].replace("-", "_").partition("=")[0] for word in words if word[:2] == "--"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,11 +250,22 @@ class Place:
             line: The command line.
             more: Further flags behind it.
         """
-        words = shlex.split(line, comments=True)
+        words = self._meant(shlex.split(line, comments=True))
         _free_targets(self.folder, [*words, *more])
         start = time.monotonic()
         code, text = self._start(line, words, more)
         return Ended(code, text, time.monotonic() - start)
+
+    def _meant(self, words: list[str]) -> list[str]:
+        """Return a command with the run that it means: a page's RUN is more than one thing."""
+        for sign, (name, command) in _MEANT.items():
+            if sign in words and name in words:
+                made = shlex.split(command)[-1]
+                if not (self.folder / made).exists():
+                    ended = self.run(command)
+                    assert ended.code == 0, (command, ended.text[-3000:])
+                words = [made if word == name else word for word in words]
+        return words
 
     def _start(self, line: str, words: list[str], more: tuple[str, ...]) -> tuple[int, str]:
         """Run a command in the way that it needs."""
@@ -250,11 +276,11 @@ class Place:
                 words = [word.replace("http://127.0.0.1:8000", self._address) for word in words]
                 if words[0] == "curl":
                     return _ask(words)
-                code, text = self._call([*words, *more, *small(words)])
+                code, text = self._call([*words, *more, *small(words, more)])
             return code, "".join(lines) + text
         if words[0] != "jaxmoe" or "|" in words:
             return self._shell(line)
-        words += [*more, *small(words)]
+        words += [*more, *small(words, more)]
         if words[1] == "serve":
             self._server = line
             return self._serve(words)
@@ -416,6 +442,20 @@ _RUNS = {
 """Commands that make runs, and names under which pages speak of them."""
 
 
+_DIFFUSION = ("RUN", "jaxmoe pretrain diffusion --run.directory DIFFUSION")
+_DRAFTING = (
+    "jaxmoe pretrain training.objective:multi_token_prediction model.options:options"
+    " model.options.predictor:multi_token_prediction --run.directory DRAFTING"
+)
+_MEANT = {
+    "--engine.logit_budget": _DIFFUSION,
+    "--engine.steps_per_token": _DIFFUSION,
+    "0 1": _DIFFUSION,
+    "--drafts": ("runs/pretrain/tiny", _DRAFTING),
+}
+"""By a word of a command: the run that it speaks of, and the command that makes the one meant."""
+
+
 def _free_targets(folder: pathlib.Path, words: list[str]) -> None:
     """Remove what stands where a command is to write: a page says DIR for more than one thing."""
     for flag, word in zip(words, words[1:], strict=False):
@@ -521,6 +561,7 @@ def main(folder: pathlib.Path, results: pathlib.Path, *, prepares: bool) -> None
         results: The file.
         prepares: Whether the folder is empty yet.
     """
+    gc.set_threshold(200_000, 50, 1000)  # tracing makes and drops many small objects
     commands = json.load(sys.stdin)
     place = Place(folder)
     os.chdir(folder)

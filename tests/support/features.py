@@ -37,6 +37,11 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "--execution.pipeline.weight_gradients deferred": _STAGES,
     "execution.sequence_parallel:ulysses": ("--execution.mesh.seq", "4"),
     "execution.dispatcher:all_gather": ("--execution.mesh.expert", "4"),
+    "--training.batch_ramp.stages 3": (
+        *("--training.batch_ramp.fraction", "0.5"),
+        *("--training.steps", "6"),
+    ),
+    "--profile.steps 10:13": ("--training.steps", "14"),
     "replicas:streaming": ("--execution.mesh.replica", "4"),
     "data:mixture": ("--data.mix", "web=0.7:web/*.parquet", "code=0.3:src"),
     "data:chat": ("--data.path", "chats.jsonl"),
@@ -59,6 +64,15 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "jaxmoe checkpoint reshard --keep params": ("--to", "resharded"),
 }
 """Flags that a row leaves to its reader."""
+
+_FIRST: dict[str, tuple[str, ...]] = {
+    "jaxmoe ensemble": (
+        "jaxmoe pretrain --data.partition.part 1/2 --run.directory runs/parts/1",
+        "jaxmoe pretrain --data.partition.part 2/2 --run.directory runs/parts/2",
+    ),
+    "jaxmoe finetune RUN-w4a16": ("jaxmoe checkpoint convert RUN --quantise w4a16",),
+}
+"""Commands that make what a row speaks of, before its own."""
 
 
 def commands_of(evidence: str) -> list[str]:
@@ -84,6 +98,11 @@ def rows() -> dict[str, list[str]]:
     return {name: commands for name, commands in found.items() if commands}
 
 
+def place_of(command: str) -> str:
+    """Return the directory of the run that a command may make."""
+    return f"runs/rows/{zlib.crc32(command.encode()):08x}"
+
+
 def further(command: str, place: str) -> tuple[str, ...]:
     """Return the flags with which a command of a row is run.
 
@@ -93,6 +112,8 @@ def further(command: str, place: str) -> tuple[str, ...]:
     """
     bare = command.removeprefix("jaxmoe pretrain ")
     flags = _NEEDS.get(command, _NEEDS.get(bare, ()))
+    if "--fold_bits" in command:  # of what the row has fine-tuned before
+        flags = ("--run.directory", place_of("jaxmoe finetune model.adapter:quantised_choices"))
     name = command.split()[1]
     makes_run = name in (*TRAINING, "routers", "transfer", "launch") and "--islands" not in command
     return (*flags, "--run.directory", place) if makes_run else flags
@@ -160,9 +181,12 @@ def check(wanted: dict[str, list[str]], folder: pathlib.Path) -> dict[str, dict[
         folder: Empty folder.
     """
     lines = dict.fromkeys(command for commands in wanted.values() for command in commands)
-    places = {line: f"runs/rows/{zlib.crc32(line.encode()):08x}" for line in lines}
-    asked = [[line, *further(line, place)] for line, place in places.items()]
-    ends = dict(zip(lines, run_all(folder, asked), strict=True))
+    places = {line: place_of(line) for line in lines}
+    asked: dict[str, list[str]] = {}
+    for line, place in places.items():
+        asked |= {first: [first] for first in _FIRST.get(line, ())}
+        asked[line] = [line, *further(line, place)]
+    ends = dict(zip(asked, run_all(folder, [*asked.values()]), strict=True))
     found: dict[str, dict[str, Any]] = {}
     for name, commands in wanted.items():
         faults = [
