@@ -40,7 +40,8 @@ from pyarrow import parquet
 from jaxmoe.run.reporting import finish
 from tests.support.huggingface_configs import CONFIGS
 from tests.support.huggingface_directories import tokenizer_json, write_model
-from tests.support.huggingface_models import build
+from tests.support.huggingface_models import build, write_directory
+from tests.support.multi_token_files import with_module
 from tests.support.shown_commands import write_texts as write_documents
 from tests.support.source_tree import ROOT
 
@@ -123,15 +124,22 @@ _TRAINING = {
     "tracking.trackers": "",
     "execution.unroll": "1",  # layers of a kind are compiled once
 }
+_PRETRAINING = {**_MODEL, **_TRAINING, "training.accumulation": "1"}
 _TUNING = {name: value for name, value in _TRAINING.items() if name != "training.sequence_length"}
 _ENGINE = {"engine.max_sequences": "2", "engine.pieces": "1x128", "engine.num_logprobs": "0"}
 _SMALL: dict[str, dict[str, str]] = {
-    "pretrain": {**_MODEL, **_TRAINING},
-    "pretrain hybrid": {**_MODEL, **_TRAINING, "model.num_layers": "4"},
+    "pretrain": _PRETRAINING,
+    "pretrain hybrid": {**_PRETRAINING, "model.num_layers": "4"},
     "pretrain resume": {"training.steps": "4"},
     "pretrain branch": {"training.steps": "4", "checkpoint.initial.step": "2"},
     "finetune": _TUNING,
-    "rl": {**_TUNING, "rl.group": "2", "rl.prompts": "2", "rl.max_tokens": "4"},
+    "rl": {
+        **_TUNING,
+        "training.batch_size": "4",
+        "rl.group": "2",
+        "rl.prompts": "2",
+        "rl.max_tokens": "4",
+    },
     "evaluate": {"batches": "1"},
     "generate": {"length": "4"},
     "evaluate_tasks": {"tasks": "sums", "include": "tasks", "limit": "4", "max_length": "64"},
@@ -139,6 +147,7 @@ _SMALL: dict[str, dict[str, str]] = {
     "plan": {"compiles": "0"},
     "data": {"training.sequence_length": "64"},
     "routers": {
+        "methods": "mixtral deepseek_v3",
         "seeds": "2",
         "training.steps": "2",
         "training.batch_size": "8",
@@ -154,7 +163,7 @@ _SMALL: dict[str, dict[str, str]] = {
         "initial_seeds": "2",
     },
     "transfer": {
-        "points": "16 32",
+        "points": "32 64",
         "rates": "0.01 0.02 0.04",
         "budget": "None",
         "seeds": "1",
@@ -372,6 +381,7 @@ class Place:
         inner = shlex.split(words[at]) if at < len(words) else []
         if inner in (["..."], []):
             inner = ["jaxmoe", "pretrain", "--run.directory", "runs/pretrain/four"]
+            inner += ["replicas:diloco"] if "--islands" in words else []
         words = [*words[:at], shlex.join([*inner, *small(inner)]), *words[at + 1 :]]
         if "--command" not in words:
             words.insert(at, "--command")
@@ -451,9 +461,10 @@ _MEANT = {
     "--engine.logit_budget": _DIFFUSION,
     "--engine.steps_per_token": _DIFFUSION,
     "0 1": _DIFFUSION,
+    "imported.predictor:multi_token_prediction": ("DIR", "PUBLISHED"),
     "--drafts": ("runs/pretrain/tiny", _DRAFTING),
 }
-"""By a word of a command: the run that it speaks of, and the command that makes the one meant."""
+"""By a word of a command: the name in it, and what makes, or is, the directory that is meant."""
 
 
 def _free_targets(folder: pathlib.Path, words: list[str]) -> None:
@@ -494,6 +505,8 @@ def _write_models(folder: pathlib.Path) -> None:
     """Write small models of Hugging Face, in folders and in the cache of the hub."""
     for name in ("DIR", "OLMoE-1B-7B-0924"):
         write_model(folder / name)
+    published = with_module("deepseek_v3")
+    write_directory(folder / "PUBLISHED", published.config, published.state)
     write_hub(folder / "cache")
 
 
