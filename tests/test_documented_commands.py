@@ -159,8 +159,11 @@ def test_the_rows_of_features_were_run_until_the_day_that_their_page_names():
 
 def test_a_run_without_the_choices_of_its_row_is_found():
     config = {"model": {"moe": {"router": {"kind": "softmax_topk"}, "top_k": 2}}, "steps": [1, 2]}
+    config |= {"rate": 30.0, "parts": [{"kind": "snapshots", "every": 10}]}
     command = "jaxmoe pretrain model.moe.router:sigmoid_topk --model.moe.top_k 2 --steps 1 3"
+    command += " --rate 30 --snapshots.every 10 --links.every 10"
     assert features.unmet(command, config) == [
         "model.moe.router:sigmoid_topk is softmax_topk",
         "--steps 3 is [1, 2]",
+        "--links.every 10 is [None]",
     ]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the commands of each row of the page of features, and records that it did.
 
-    python -m tests.support.features [--only WORDS] [--part 1/2] [--record]
+    python -m tests.support.features [--only WORDS] [--new] [--part 1/2] [--record]
 
 A row holds if its commands end with 0 and the runs that they train have the choices and values that
 the row names. `--record` writes `tests/features_checked.json`; rows that do not hold are printed.
@@ -138,9 +138,14 @@ def unmet(command: str, config: dict[str, Any]) -> list[str]:
         elif flag:
             value = _at(config, flag)
             shown = [each.get("kind") if isinstance(each, dict) else each for each in _list(value)]
-            if word not in map(str, shown) and word.partition(":")[0] not in map(str, shown):
+            if not {word, word.partition(":")[0]} & {*map(_written, shown)}:
                 missing.append(f"--{flag} {word} is {shown}")
     return missing
+
+
+def _written(value: Any) -> str:
+    """Return a value as a command has it: 30.0 as 30."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _list(value: Any) -> list[Any]:
@@ -148,6 +153,11 @@ def _list(value: Any) -> list[Any]:
 
 
 def _at(config: Any, path: str) -> Any:
+    """Return the value of a field; a part of a run is found by its kind."""
+    kind, _, rest = path.partition(".")
+    for part in config.get("parts", ()) if kind not in config else ():
+        if part["kind"] == kind:
+            config, path = part, rest
     for name in path.split("."):
         if isinstance(config, list):
             config = config[int(name)] if name.isdigit() else None
@@ -212,16 +222,19 @@ def main() -> None:
     """Run rows, print those that do not hold, and record the others."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="rows whose name or commands have these words")
+    parser.add_argument("--new", action="store_true", help="rows that are not recorded")
     parser.add_argument("--part", default="1/1", help="part of the rows, such as 1/2")
     parser.add_argument("--folder", help="empty folder, or one of an earlier call")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
+    recorded = json.loads(RECORD.read_text()) if options.new and RECORD.exists() else {}
     chosen = [
         (name, commands)
         for name, commands in rows().items()
         if options.only in name or any(options.only in command for command in commands)
     ][part - 1 :: parts]
+    chosen = [row for row in chosen if row[1] != recorded.get(row[0], {}).get("commands")]
     folder = pathlib.Path(options.folder or tempfile.mkdtemp(prefix="features-"))
     folder.mkdir(exist_ok=True)
     found = check(dict(chosen), folder)
