@@ -68,6 +68,7 @@ def environment(devices: int = 1, **variables: str) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices} {flags}"
     return {
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+        "NPROC": "32",  # threads: interpreted kernels wait for each other on several devices
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPYCACHEPREFIX": str(ROOT / ".cache" / "python"),
@@ -141,6 +142,7 @@ _SMALL: dict[str, dict[str, str]] = {
         "rl.max_tokens": "4",
     },
     "evaluate": {"batches": "1"},
+    "ensemble": {"batches": "2"},
     "generate": {"length": "4"},
     "evaluate_tasks": {"tasks": "sums", "include": "tasks", "limit": "4", "max_length": "64"},
     "serve": {"port": "0", **_ENGINE},
@@ -334,7 +336,8 @@ class Place:
     def _training(self, name: str) -> Iterator[None]:
         """Let a run train on eight devices within."""
         words = ["jaxmoe", "pretrain", "--run.directory", name, "--execution.mesh.data", "8"]
-        words += [*small(words), "--training.batch_size", "24", "--training.steps", "100000"]
+        more = ("--training.batch_size", "24", "--training.steps", "100000")
+        words += [*more, *small(words, more)]
         with self._aside(name), contextlib.ExitStack() as stack:
             process = subprocess.Popen(
                 words,

@@ -31,9 +31,13 @@ TRAINING = ("pretrain", "finetune", "rl")
 
 _STAGES = ("--execution.mesh.stage", "2", "--execution.mesh.data", "-1")
 _STAGES += ("--training.accumulation", "2")
+_FOUR = ("--model.num_layers", "4")
 _NEEDS: dict[str, tuple[str, ...]] = {
+    "--training.skipping.groups 4 --training.batch_size 64 --training.accumulation 8": _FOUR,
+    "--execution.mesh.stage 4 --training.accumulation 2 --training.skipping.ratio 0"
+    " --training.skipping.order swapped_ends": _FOUR,
     "execution.pipeline:gpipe": _STAGES,
-    "--execution.pipeline.chunks 2": (*_STAGES, "--model.num_layers", "4"),
+    "--execution.pipeline.chunks 2": (*_STAGES, *_FOUR),
     "--execution.pipeline.weight_gradients deferred": _STAGES,
     "execution.sequence_parallel:ulysses": ("--execution.mesh.seq", "4"),
     "execution.dispatcher:all_gather": ("--execution.mesh.expert", "4"),
