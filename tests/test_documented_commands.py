@@ -139,11 +139,14 @@ def test_the_command_lines_of_pages_run_as_they_stand(group, tmp_path):
 
 
 def further(line: str, number: int) -> tuple[str, ...]:
-    """A place for the run of a line that names none: the one of the demo is there already."""
+    """A place for the run of a line that names none, since that of the demo is there already; and as
+    many layers as a loop over some of them has."""
     words = shlex.split(line, comments=True)
     named = {"--run.directory", "--run.name", "resume", "branch", "--help"} & {*words}
     makes_run = words[:2] in (["jaxmoe", "pretrain"], ["jaxmoe", "finetune"], ["jaxmoe", "rl"])
-    return ("--run.directory", f"runs/lines/{number}") if makes_run and not named else ()
+    place = ("--run.directory", f"runs/lines/{number}") if makes_run and not named else ()
+    has_loop = "--model.loop.last" in words
+    return (*place, "--model.num_layers", "4") if has_loop else place
 
 
 def test_the_rows_of_features_were_run_until_the_day_that_their_page_names():

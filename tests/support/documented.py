@@ -282,7 +282,8 @@ class Place:
         """Run a command in the way that it needs."""
         if words[0] == "curl" or words[1:3] == ["serving", "load"]:
             server = shlex.split(self._server, comments=True)
-            with self.serving([*server, *small(server)]) as (_, lines):
+            devices = 8 if words[0] == "curl" else 1
+            with self.serving([*server, *small(server)], devices) as (_, lines):
                 assert self._address is not None
                 words = [word.replace("http://127.0.0.1:8000", self._address) for word in words]
                 if words[0] == "curl":
@@ -401,11 +402,14 @@ class Place:
         return server.returncode or code, "".join(lines)
 
     @contextlib.contextmanager
-    def serving(self, words: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    def serving(
+        self, words: list[str], devices: int = 1
+    ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
         """Run a server within, to which addresses of commands lead.
 
         Args:
             words: The command, with its flags.
+            devices: Devices that it finds.
 
         Yields:
             The process, and the lines that it has printed.
@@ -413,7 +417,7 @@ class Place:
         server = subprocess.Popen(
             words,
             cwd=self.folder,
-            env=environment(),
+            env=environment(devices),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
