@@ -139,8 +139,10 @@ def test_the_command_lines_of_pages_run_as_they_stand(group, tmp_path):
 
 
 def further(line: str, number: int) -> tuple[str, ...]:
-    """A place for the run of a line that names none, since that of the demo is there already; and as
-    many layers as a loop over some of them has."""
+    """A place for the run of a line that names none, and as many layers as its loop needs.
+
+    The run of the demo is there already.
+    """
     words = shlex.split(line, comments=True)
     named = {"--run.directory", "--run.name", "resume", "branch", "--help"} & {*words}
     makes_run = words[:2] in (["jaxmoe", "pretrain"], ["jaxmoe", "finetune"], ["jaxmoe", "rl"])

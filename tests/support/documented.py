@@ -551,6 +551,8 @@ def run_all(folder: pathlib.Path, commands: list[list[str]]) -> list[Ended]:
         words = [sys.executable, "-m", "tests.support.documented", str(folder), str(results)]
         if not (folder / "runs").exists():
             words.append("prepare")
+        elif not chosen:
+            continue
         process = subprocess.run(
             words,
             input=json.dumps([commands[number] for number in chosen]),

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the commands of each row of the page of features, and records that it did.
 
-    python -m tests.support.features [--only WORDS] [--new] [--part 1/2] [--record]
+    python -m tests.support.features [--only PATTERN] [--new] [--part 1/2] [--record]
 
 A row holds if its commands end with 0 and the runs that they train have the choices and values that
 the row names. `--record` writes `tests/features_checked.json`; rows that do not hold are printed.
@@ -225,7 +225,7 @@ def write_record(record: dict[str, Any]) -> None:
 def main() -> None:
     """Run rows, print those that do not hold, and record the others."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="rows whose name or commands have these words")
+    parser.add_argument("--only", default="", help="rows whose name or commands match this pattern")
     parser.add_argument("--new", action="store_true", help="rows that are not recorded")
     parser.add_argument("--part", default="1/1", help="part of the rows, such as 1/2")
     parser.add_argument("--folder", help="empty folder, or one of an earlier call")
@@ -236,7 +236,7 @@ def main() -> None:
     chosen = [
         (name, commands)
         for name, commands in rows().items()
-        if options.only in name or any(options.only in command for command in commands)
+        if any(re.search(options.only, words) for words in (name, *commands))
     ][part - 1 :: parts]
     chosen = [row for row in chosen if row[1] != recorded.get(row[0], {}).get("commands")]
     folder = pathlib.Path(options.folder or tempfile.mkdtemp(prefix="features-"))
