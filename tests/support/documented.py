@@ -146,6 +146,7 @@ _SMALL: dict[str, dict[str, str]] = {
     "generate": {"length": "4"},
     "evaluate_tasks": {"tasks": "sums", "include": "tasks", "limit": "4", "max_length": "64"},
     "serve": {"port": "0", **_ENGINE},
+    "serve diffusion": {"port": "0", "engine.max_sequences": "2"},
     "plan": {"compiles": "0"},
     "data": {"training.sequence_length": "64"},
     "routers": {
@@ -191,6 +192,8 @@ _SMALL: dict[str, dict[str, str]] = {
     "doctor": {"repeats": "1", "measurements": "1"},
 }
 """Flags that make a command small, by its name."""
+_MASKED = {"--engine.logit_budget", "--engine.steps_per_token"}
+"""Flags of a server of a model of masked diffusion."""
 _FORCED = ("training.steps", "training.batch_size", "seeds", "budget", "tasks", "points")
 _FORCED += ("checkpoint.initial.step",)
 """Flags of size: theirs is the last word where the command has them, too."""
@@ -203,7 +206,8 @@ def small(words: list[str], more: tuple[str, ...] = ()) -> list[str]:
         words: The command, `jaxmoe` first.
         more: Further flags behind it, which stand as they are.
     """
-    table = _SMALL.get(" ".join(words[1:3])) or _SMALL.get(words[1], {})
+    kind = "serve diffusion" if _MASKED & {*words} else " ".join(words[1:3])
+    table = _SMALL.get(kind) or _SMALL.get(words[1], {})
     given, kept = _names(words), _names(more)
     chosen = {word.partition(":")[0] for word in words if re.match(r"[a-z_.]+:[a-z]", word)}
     flags = []
@@ -264,7 +268,10 @@ class Place:
         words = self._meant(shlex.split(line, comments=True))
         _free_targets(self.folder, [*words, *more])
         start = time.monotonic()
-        code, text = self._start(line, words, more)
+        try:
+            code, text = self._start(line, words, more)
+        except (AssertionError, OSError, httpx.HTTPError, subprocess.SubprocessError):
+            code, text = 1, traceback.format_exc()
         return Ended(code, text, time.monotonic() - start)
 
     def _meant(self, words: list[str]) -> list[str]:
@@ -316,9 +323,14 @@ class Place:
         whole = f"{command} {shlex.join(flags)}{pipe}{behind}"
         return self._process(["bash", "-c", f"set -o pipefail; {whole}"])
 
-    def _process(self, words: list[str]) -> tuple[int, str]:
+    def _process(self, words: list[str], devices: int = 8) -> tuple[int, str]:
         done = subprocess.run(
-            words, cwd=self.folder, env=environment(8), capture_output=True, text=True, timeout=600
+            words,
+            cwd=self.folder,
+            env=environment(devices),
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -389,7 +401,7 @@ class Place:
         words = [*words[:at], shlex.join([*inner, *small(inner)]), *words[at + 1 :]]
         if "--command" not in words:
             words.insert(at, "--command")
-        return self._process(words)
+        return self._process(words, devices=1)
 
     def _serve(self, words: list[str]) -> tuple[int, str]:
         """Start a server, ask it for text, and end it."""
