@@ -407,9 +407,12 @@ class Place:
 
     def _serve(self, words: list[str]) -> tuple[int, str]:
         """Start a server, ask it for text, and end it."""
-        with self.serving(words) as (server, lines):
+        # Experts on more devices need some to grow to; a model of masked diffusion reads numbers.
+        devices = 8 if "engine.scaling:elastic_experts" in words else 1
+        prompt = "0 1" if _MASKED & {*words} else "def "
+        with self.serving(words, devices) as (server, lines):
             address = self._address
-            body = {"prompt": "def ", "max_tokens": 2}
+            body = {"prompt": prompt, "max_tokens": 2}
             answer = httpx.post(f"{address}/v1/completions", json=body, timeout=240)
             lines.append(f"asked for a completion: {answer.status_code} {answer.text}\n")
         code = 0 if answer.status_code == 200 else 1
