@@ -139,16 +139,19 @@ def test_the_command_lines_of_pages_run_as_they_stand(group, tmp_path):
 
 
 def further(line: str, number: int) -> tuple[str, ...]:
-    """A place for the run of a line that names none, and as many layers as its loop needs.
+    """A place for the run of a line that names none: the one of the demo is there already.
 
-    The run of the demo is there already.
+    Loops need their layers, workers their rows.
     """
     words = shlex.split(line, comments=True)
     named = {"--run.directory", "--run.name", "resume", "branch", "--help"} & {*words}
     makes_run = words[:2] in (["jaxmoe", "pretrain"], ["jaxmoe", "finetune"], ["jaxmoe", "rl"])
     place = ("--run.directory", f"runs/lines/{number}") if makes_run and not named else ()
-    has_loop = "--model.loop.last" in words
-    return (*place, "--model.num_layers", "4") if has_loop else place
+    if "--model.loop.last" in words:
+        place += ("--model.num_layers", "4")
+    if "--replicas.workers" in words:
+        place += ("--training.batch_size", "32")
+    return place
 
 
 def test_the_rows_of_features_were_run_until_the_day_that_their_page_names():

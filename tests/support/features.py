@@ -26,7 +26,7 @@ from tests.support.source_tree import ROOT
 PAGE = ROOT / ".docs" / "features.md"
 RECORD = ROOT / "tests" / "features_checked.json"
 ROW = re.compile(r"^\| (?!feature |---)(.+?) \| (.+?) \| (.*?) ?\|$", re.MULTILINE)
-CHOICE = re.compile(r"([a-z_.0-9]+):([a-z0-9_]+)$")
+CHOICE = re.compile(r"([a-z][a-z_.0-9]*):([a-z0-9_]+)$")
 TRAINING = ("pretrain", "finetune", "rl")
 
 _STAGES = ("--execution.mesh.stage", "2", "--execution.mesh.data", "-1")
@@ -47,7 +47,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     ),
     "--profile.steps 10:13": ("--training.steps", "14"),
     "replicas:streaming": ("--execution.mesh.replica", "4"),
-    "replicas:sparse": ("--replicas.workers", "4"),
+    "replicas:sparse": ("--replicas.workers", "4", "--training.batch_size", "32"),
     "data:mixture": ("--data.mix", "web=0.7:web/*.parquet", "code=0.3:src"),
     "data:chat": ("--data.path", "chats.jsonl"),
     "jaxmoe ensemble": ("--runs", "runs/parts/1", "runs/parts/2"),
