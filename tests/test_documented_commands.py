@@ -146,7 +146,9 @@ def further(line: str, number: int) -> tuple[str, ...]:
     words = shlex.split(line, comments=True)
     named = {"--run.directory", "--run.name", "resume", "branch", "--help"} & {*words}
     makes_run = words[:2] in (["jaxmoe", "pretrain"], ["jaxmoe", "finetune"], ["jaxmoe", "rl"])
-    place = ("--run.directory", f"runs/lines/{number}") if makes_run and not named else ()
+    place: tuple[str, ...] = ()
+    if makes_run and not named:
+        place += ("--run.directory", f"runs/lines/{number}")
     if "--model.loop.last" in words:
         place += ("--model.num_layers", "4")
     if "--replicas.workers" in words:

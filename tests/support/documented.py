@@ -312,6 +312,7 @@ class Place:
                 return self._call(words)
         if words[1] == "replay":
             refuses = ("--training.guard.max_norm_ratio", "1.0001", "--training.steps", "12")
+            refuses += ("--training.guard.max_skipped", "1")
             with self._aside("RUN"):
                 self.run("jaxmoe pretrain --run.directory RUN", refuses)
                 return self._call(words)
@@ -495,7 +496,7 @@ def _free_targets(folder: pathlib.Path, words: list[str]) -> None:
     """Remove what stands where a command is to write: a page says DIR for more than one thing."""
     for flag, word in zip(words, words[1:], strict=False):
         target = folder / word
-        if flag == "--to" and target.is_dir():
+        if flag in ("--to", "--into") and target.is_dir():
             shutil.rmtree(target)
 
 
@@ -549,7 +550,7 @@ def write_hub(cache: pathlib.Path) -> None:
 
 
 def run_all(folder: pathlib.Path, commands: list[list[str]]) -> list[Ended]:
-    """Run commands in two processes: first those for one device, then those with a mesh.
+    """Run commands in a process for each number of devices: first those for one, then meshes.
 
     Args:
         folder: Empty folder.
@@ -562,7 +563,7 @@ def run_all(folder: pathlib.Path, commands: list[list[str]]) -> list[Ended]:
         RuntimeError: A process has ended before its commands.
     """
     found: dict[int, Ended] = {}
-    for devices in (1, 8):
+    for devices in (1, 4, 8):
         chosen = [i for i, words in enumerate(commands) if _devices(" ".join(words)) == devices]
         results = folder / f"results_{devices}.jsonl"
         words = [sys.executable, "-m", "tests.support.documented", str(folder), str(results)]
@@ -588,7 +589,9 @@ def run_all(folder: pathlib.Path, commands: list[list[str]]) -> list[Ended]:
 
 
 def _devices(command: str) -> int:
-    """Return the number of devices in the process of a command."""
+    """Return the number of devices in the process of a command: tables are for four."""
+    if "token_tables" in command:
+        return 4
     return 8 if re.search(r"execution\.|mesh\.|replicas:|doctor|levels", command) else 1
 
 
