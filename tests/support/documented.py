@@ -312,7 +312,7 @@ class Place:
                 return self._call(words)
         if words[1] == "replay":
             refuses = ("--training.guard.max_norm_ratio", "1.0001", "--training.steps", "12")
-            refuses += ("--training.guard.max_skipped", "1")
+            refuses += ("--training.guard.max_skipped", "1", "--optimizer.learning_rate", "1")
             with self._aside("RUN"):
                 self.run("jaxmoe pretrain --run.directory RUN", refuses)
                 return self._call(words)
@@ -498,6 +498,8 @@ def _free_targets(folder: pathlib.Path, words: list[str]) -> None:
         target = folder / word
         if flag in ("--to", "--into") and target.is_dir():
             shutil.rmtree(target)
+        elif flag == "--tables":
+            target.unlink(missing_ok=True)
 
 
 def _write_texts(folder: pathlib.Path) -> None:
