@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves a training run to another mesh while it trains.
 
-    jaxmoe resize --run.directory runs/pretrain/tiny --mesh.data 6
+    jaxmoe resize --run.directory runs/pretrain/tiny --mesh.data 4
     jaxmoe resize --run.directory runs/pretrain/tiny --without 6 7
 
 Writes resize.json into the run directory, after checking it, and waits for the run to answer. The

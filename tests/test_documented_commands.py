@@ -139,11 +139,21 @@ def test_the_command_lines_of_pages_run_as_they_stand(group, tmp_path):
 
 
 def further(line: str, number: int) -> tuple[str, ...]:
-    """A place for the run of a line that names none: the one of the demo is there already."""
+    """A place for the run of a line that names none: the one of the demo is there already.
+
+    Loops need their layers, workers their rows.
+    """
     words = shlex.split(line, comments=True)
     named = {"--run.directory", "--run.name", "resume", "branch", "--help"} & {*words}
     makes_run = words[:2] in (["jaxmoe", "pretrain"], ["jaxmoe", "finetune"], ["jaxmoe", "rl"])
-    return ("--run.directory", f"runs/lines/{number}") if makes_run and not named else ()
+    place: tuple[str, ...] = ()
+    if makes_run and not named:
+        place += ("--run.directory", f"runs/lines/{number}")
+    if "--model.loop.last" in words:
+        place += ("--model.num_layers", "4")
+    if "--replicas.workers" in words:
+        place += ("--training.batch_size", "32")
+    return place
 
 
 def test_the_rows_of_features_were_run_until_the_day_that_their_page_names():
@@ -159,8 +169,11 @@ def test_the_rows_of_features_were_run_until_the_day_that_their_page_names():
 
 def test_a_run_without_the_choices_of_its_row_is_found():
     config = {"model": {"moe": {"router": {"kind": "softmax_topk"}, "top_k": 2}}, "steps": [1, 2]}
+    config |= {"rate": 30.0, "parts": [{"kind": "snapshots", "every": 10}]}
     command = "jaxmoe pretrain model.moe.router:sigmoid_topk --model.moe.top_k 2 --steps 1 3"
+    command += " --rate 30 --snapshots.every 10 --links.every 10"
     assert features.unmet(command, config) == [
         "model.moe.router:sigmoid_topk is softmax_topk",
         "--steps 3 is [1, 2]",
+        "--links.every 10 is [None]",
     ]

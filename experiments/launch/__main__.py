@@ -13,7 +13,7 @@ r"""Writes the files that start a command on every host of a cluster, or supervi
     jaxmoe launch --supervise --processes 4 \
         --command "jaxmoe pretrain --run.directory runs/pretrain/four"
     jaxmoe launch --islands 4 \
-        --command "jaxmoe pretrain --run.directory runs/pretrain/four"
+        --command "jaxmoe pretrain --run.directory runs/pretrain/four replicas:diloco"
 
 Writes a script for sbatch, a JobSet for GKE, or a script around gcloud, and a `summary.json`, into
 `--run.directory`; files of an earlier launch that differ are replaced with `--run.replace True`

@@ -3,7 +3,7 @@
 r"""Starts sites on this host: replicas of a run that are jobs of their own.
 
     jaxmoe launch --islands 4 \
-        --command "jaxmoe pretrain --run.directory runs/pretrain/four"
+        --command "jaxmoe pretrain --run.directory runs/pretrain/four replicas:diloco"
 
 Each site runs the command with `$JAXMOE_ISLAND` (its number and where the sites meet) and
 `$JAXMOE_ISLANDS_KEY`. In the command, `{island}` becomes the number; without it, `--run.directory
