@@ -307,12 +307,21 @@ async def _serve(
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     write(f"ready at {address}")
-    say_next(client(address, talks=served.chat is not None))
+    say_next(client(address, talks=served.chat is not None, reads_text=_reads_text(served)))
     watch = asyncio.create_task(_watch(served, config.every))
     try:
         await server.serve(sockets=[listening])
     finally:
         watch.cancel()
+
+
+def _reads_text(served: Served) -> bool:
+    """Return whether the tokens of a model stand for text, and not for numbers."""
+    try:
+        served.codec.encode("def main(")
+    except ValueError:
+        return False
+    return True
 
 
 def heed_signals(loop: asyncio.AbstractEventLoop, drain: Callable[[], object]) -> None:

@@ -101,14 +101,15 @@ def after_conversion(mode: str, path: str) -> str:
     return command_line("generate", path, "--prompt", "TEXT")
 
 
-def client(address: str, *, talks: bool) -> str:
+def client(address: str, *, talks: bool, reads_text: bool = True) -> str:
     """Return a command that asks a server.
 
     Args:
         address: Address of the server, with /v1.
         talks: Whether the model reads conversations.
+        reads_text: Whether its tokens stand for text; prompts of others are ids.
     """
-    body = '{"prompt": "def main("}'
+    body = '{"prompt": "def main("}' if reads_text else '{"prompt": [0, 1]}'
     if talks:
         body = '{"messages": [{"role": "user", "content": "17+5="}]}'
     return f"curl {address}/{'chat/' if talks else ''}completions -d {shlex.quote(body)}"

@@ -132,3 +132,5 @@ def test_what_follows_depends_on_what_was_made():
     for talks, place in ((True, "/v1/chat/completions"), (False, "/v1/completions")):
         words = shlex.split(client("http://h:1/v1", talks=talks))
         assert words[1] == f"http://h:1{place}" and json.loads(words[3])
+    of_ids = shlex.split(client("http://h:1/v1", talks=False, reads_text=False))
+    assert json.loads(of_ids[3]) == {"prompt": [0, 1]}
