@@ -263,7 +263,7 @@ def make_drafts(
 
 
 def _states_of(
-    hidden: Float[Array, "1 T D"], pools: Pools, inputs: DraftInputs
+    hidden: Float[Array, "1 S D"], pools: Pools, inputs: DraftInputs
 ) -> tuple[Float[Array, "1 T D"], Pools]:
     """Return the states of all rows, and the pools with those of the step."""
     places = jnp.asarray(inputs.places)
