@@ -183,8 +183,8 @@ import resource, sys
 from jaxmoe.data import FilesConfig
 from jaxmoe.data.tokenizer import FileConfig
 
-text, tokenizer, cache = sys.argv[1:]
-FilesConfig(path=(tokenizer,), cache=cache, validation_fraction=0.5).build()
+text, small, tokenizer, cache = sys.argv[1:]
+FilesConfig(path=(small,), cache=cache, validation_fraction=0.5).build()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 FilesConfig(path=(text,), tokenizer=FileConfig(path=tokenizer), cache=cache).build()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -197,8 +197,9 @@ def test_one_large_document_is_read_in_bounded_memory(tmp_path):
     _tokenizer("llama_3").save(str(tmp_path / "tokenizer.json"))
     text = "".join(f"the cat sat on {number} mats, and then more.\n" for number in range(150_000))
     (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "small.txt").write_text(text[:10_000])
     assert len(text) > 6_000_000
-    names = ("text.txt", "tokenizer.json", "cache")
+    names = ("text.txt", "small.txt", "tokenizer.json", "cache")
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *(str(tmp_path / name) for name in names)],
         capture_output=True,
