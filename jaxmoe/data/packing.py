@@ -244,10 +244,10 @@ def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarr
 def _read(file: pathlib.Path | None, num_pieces: int) -> np.ndarray | None:
     """Return the cached packing, if there is one of this size."""
     try:
-        slots = None if file is None else np.load(file, mmap_mode="r")
+        slots = None if file is None else np.load(file)
     except (OSError, ValueError, EOFError):
         return None
-    return np.array(slots) if slots is not None and slots.shape == (num_pieces,) else None
+    return slots if slots is not None and slots.shape == (num_pieces,) else None
 
 
 def _write(file: pathlib.Path | None, slots: np.ndarray) -> None:
