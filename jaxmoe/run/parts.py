@@ -9,7 +9,8 @@ environment or its files ask for (`jaxmoe/catalog/run_parts.py`), and then those
 it.
 
 To add a part: a class derived from `RunPart`, a config derived from `RunPartConfig` that builds it,
-and a row in `jaxmoe/catalog/runs.py`. `TimeLimit` is short.
+a row under `run_part` in `jaxmoe/catalog/runs.py`, and the class in MEMBERS of
+`tests/jaxmoe/run/test_part.py`. `TimeLimit` is short; `jaxmoe/run/README.md` says how to act.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ class RunPart:
     All processes call the methods alike but where it says so, in this order:
 
     fit             before the run is assembled: its config and devices
-    prepared        once the run directory is held: plan, devices and data
+    prepare         once the run directory is held: plan, devices and data
     sources         before a state is restored: where one may be found
-    restored        when a state was restored; again after a rollback
+    restore         when a state was restored; again after a rollback
     record          after that, when the run has recorded its config; again after a rollback
     heading         for the header
     join            before the first step, with what compiles the step
     around, hooks   make the step and the hooks of each loop of steps
     begin           just before the first step of each loop
     event           after each step: a reason to end the loop
-    ended           after each loop
+    end             after each loop
     move            before a loop on another mesh
     rows            for the summary
     close           at the end, also after an error
