@@ -346,19 +346,23 @@ def _refusal(config, **groups) -> str:
     return str(error.value)
 
 
+def _choices(*names: str) -> str:
+    return " or ".join(f"parameterization:{name}" for name in names)
+
+
 @pytest.mark.parametrize(
-    ("config", "group", "home"),
+    ("config", "group", "home", "others"),
     [
-        (AdamWConfig(), "muon", "muon"),
-        (AdamWConfig(), "adamh", "muonh"),
-        (MuonConfig(), "muonh", "muonh"),
-        (MuonHConfig(), "muon", "muon"),
+        (AdamWConfig(), "muon", "muon", _choices("standard")),
+        (AdamWConfig(), "adamh", "muonh", _choices("standard")),
+        (MuonConfig(), "muonh", "muonh", _choices("mup_muon", "mup_plus_plus_muon")),
+        (MuonHConfig(), "muon", "muon", _choices("hyperp", "muonh_vanilla")),
     ],
 )
-def test_an_unknown_group_is_refused(config, group, home):
+def test_an_unknown_group_is_refused(config, group, home, others):
     assert _refusal(config, first=group) == (
         f"the optimizer {config.name!r} has no group {group}, where the parameterization puts"
-        f" dense_blocks_0/attention/gate: choose optimizer:{home}, or another parameterization"
+        f" dense_blocks_0/attention/gate: choose optimizer:{home}, or {others}"
     )
 
 
