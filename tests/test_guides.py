@@ -21,7 +21,8 @@ import pytest
 
 from tests.experiments.test_readme_walk import ANSWERS, ENGINE, HELD_OUT, STEPS
 from tests.experiments.test_walk import QUIET, SIZES
-from tests.support.documented import CHATS, environment, shell_lines, write_hub
+from tests.support.documented import environment, shell_lines
+from tests.support.documented_files import CHATS, write_hub
 from tests.support.source_tree import PACKAGES, ROOT
 
 FOLDER = ROOT / ".docs" / "guides"

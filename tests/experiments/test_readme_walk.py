@@ -26,7 +26,8 @@ from experiments.cli.following import (
 from experiments.recipes.markov import markov
 from experiments.recipes.tiny import tiny
 from tests.experiments.test_walk import QUIET, SIZES
-from tests.support.documented import CHATS, TASK, environment, shell_lines
+from tests.support.documented import environment, shell_lines
+from tests.support.documented_files import CHATS, TASK
 from tests.support.runs import ROOT
 
 STEPS = ("--training.steps", "2", "--schedule.warmup_steps", "0")

@@ -30,19 +30,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import httpx2 as httpx
-import pyarrow
-import zstandard
-from pyarrow import parquet
 
 from jaxmoe.run.reporting import finish
-from tests.support.huggingface_configs import CONFIGS
-from tests.support.huggingface_directories import tokenizer_json, write_model
-from tests.support.huggingface_models import build, write_directory
-from tests.support.multi_token_files import with_module
-from tests.support.shown_commands import write_texts as write_documents
+from tests.support.documented_files import write_models, write_texts
+from tests.support.small_flags import MASKED, small
 from tests.support.source_tree import ROOT
 
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -82,151 +76,6 @@ def environment(devices: int = 1, **variables: str) -> dict[str, str]:
     }
 
 
-CHATS = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(40)]
-TASK = """\
-task: sums
-dataset_path: json
-dataset_name: null
-test_split: train
-dataset_kwargs: {{data_files: {file}}}
-output_type: multiple_choice
-doc_to_text: "{{{{prompt}}}}"
-doc_to_choice: ["{{{{completion}}}}", "no"]
-doc_to_target: 0
-metric_list: [{{metric: acc}}]
-"""
-"""A task of the harness that needs no network, for `--tasks sums --include FOLDER`."""
-
-HUB = {
-    "mistralai/Mixtral-8x7B-v0.1": "mixtral",
-    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
-    "openai/gpt-oss-20b": "gpt_oss",
-    "allenai/OLMoE-1B-7B-0924": "olmoe",
-}
-"""Models of the hub that pages name, by their family."""
-
-_MODEL = {
-    "model.num_layers": "2",
-    "model.embed_dim": "32",
-    "model.dense_dim": "32",
-    "model.attention.num_heads": "4",
-    "model.attention.num_kv_heads": "4",
-    "model.attention.head_dim": "8",
-    "model.moe.expert_dim": "32",
-}
-_TRAINING = {
-    "training.steps": "2",
-    "training.batch_size": "8",
-    "training.sequence_length": "64",
-    "schedule.warmup_steps": "0",
-    "evaluation.batches": "1",
-    "evaluation.every": "0",
-    "tracking.sample_length": "0",
-    "tracking.trackers": "",
-    "execution.unroll": "1",  # layers of a kind are compiled once
-}
-_PRETRAINING = {**_MODEL, **_TRAINING, "training.accumulation": "1"}
-_TUNING = {name: value for name, value in _TRAINING.items() if name != "training.sequence_length"}
-_ENGINE = {"engine.max_sequences": "2", "engine.pieces": "1x128", "engine.num_logprobs": "0"}
-_SMALL: dict[str, dict[str, str]] = {
-    "pretrain": _PRETRAINING,
-    "pretrain hybrid": {**_PRETRAINING, "model.num_layers": "4"},
-    "pretrain resume": {"training.steps": "4"},
-    "pretrain branch": {"training.steps": "4", "checkpoint.initial.step": "2"},
-    "finetune": _TUNING,
-    "rl": {
-        **_TUNING,
-        "training.batch_size": "4",
-        "rl.group": "2",
-        "rl.prompts": "2",
-        "rl.max_tokens": "4",
-    },
-    "evaluate": {"batches": "1"},
-    "ensemble": {"batches": "2"},
-    "generate": {"length": "4"},
-    "evaluate_tasks": {"tasks": "sums", "include": "tasks", "limit": "4", "max_length": "64"},
-    "serve": {"port": "0", **_ENGINE},
-    "serve diffusion": {"port": "0", "engine.max_sequences": "2"},
-    "plan": {"compiles": "0"},
-    "data": {"training.sequence_length": "64"},
-    "routers": {
-        "methods": "mixtral deepseek_v3",
-        "seeds": "2",
-        "training.steps": "2",
-        "training.batch_size": "8",
-        "schedule.warmup_steps": "1",
-        "timing_rounds": "1",
-    },
-    "gates": {
-        "axes": "top_k",
-        "top_ks": "1 4",
-        "trained_top_ks": "4",
-        "training.steps": "2",
-        "schedule.warmup_steps": "1",
-        "initial_seeds": "2",
-    },
-    "transfer": {
-        "points": "32 64",
-        "rates": "0.01 0.02 0.04",
-        "budget": "None",
-        "seeds": "1",
-        "extend": "0",
-        "training.steps": "2",
-        "training.batch_size": "8",
-    },
-    "precision": {"seeds": "2", "steps": "4", "width": "32"},
-    "outer": {
-        "methods": "none diloco",
-        "seeds": "2",
-        "workers": "2",
-        "every": "2",
-        "training.steps": "4",
-        "training.batch_size": "4",
-        "schedule.warmup_steps": "1",
-        "evaluation_batches": "2",
-    },
-    "serving simulate": {"workload.requests": "8", "rates": "8", "repeats": "1"},
-    "serving load": {"requests": "2"},
-    "depth": {"batches": "1"},
-    "layer_paths": {"batches": "1", "epochs": "2"},
-    "doctor": {"repeats": "1", "measurements": "1"},
-}
-"""Flags that make a command small, by its name."""
-_MASKED = {"--engine.logit_budget", "--engine.steps_per_token"}
-"""Flags of a server of a model of masked diffusion."""
-_FORCED = ("training.steps", "training.batch_size", "seeds", "budget", "tasks", "points")
-_FORCED += ("checkpoint.initial.step",)
-"""Flags of size: theirs is the last word where the command has them, too."""
-
-
-def small(words: list[str], more: tuple[str, ...] = ()) -> list[str]:
-    """Return the flags that make a command small: those that it leaves open, and sizes.
-
-    Args:
-        words: The command, `jaxmoe` first.
-        more: Further flags behind it, which stand as they are.
-    """
-    kind = "serve diffusion" if _MASKED & {*words} else " ".join(words[1:3])
-    table = _SMALL.get(kind) or _SMALL.get(words[1], {})
-    given, kept = _names(words), _names(more)
-    chosen = {word.partition(":")[0] for word in words if re.match(r"[a-z_.]+:[a-z]", word)}
-    flags = []
-    for name, value in table.items():
-        taken = name in kept or (name in given and name not in _FORCED)
-        if taken or any(name.startswith(f"{path}.") for path in chosen & {"model.attention"}):
-            continue
-        if name == "training.batch_size" and "--training.accumulation" in (*words, *more):
-            all_words = [*words, *more]
-            value = str(int(value) * int(all_words[all_words.index("--training.accumulation") + 1]))
-        flags += [f"--{name}", *value.split()]
-    return flags
-
-
-def _names(words: Sequence[str]) -> set[str]:
-    """Return the names of the flags among words."""
-    return {word[2:].replace("-", "_").partition("=")[0] for word in words if word[:2] == "--"}
-
-
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """A command that has ended."""
@@ -247,8 +96,8 @@ class Place:
 
     def prepare(self) -> None:
         """Write texts and models, and train the runs that pages speak of."""
-        _write_texts(self.folder)
-        _write_models(self.folder)
+        write_texts(self.folder)
+        write_models(self.folder)
         for command, copies in _RUNS.items():
             ended = self.run(command)
             assert ended.code == 0, (command, ended.text[-3000:])
@@ -410,7 +259,7 @@ class Place:
         """Start a server, ask it for text, and end it."""
         # Experts on more devices need some to grow to; a model of masked diffusion reads numbers.
         devices = 8 if "engine.scaling:elastic_experts" in words else 1
-        prompt = "0 1" if _MASKED & {*words} else "def "
+        prompt = "0 1" if MASKED & {*words} else "def "
         with self.serving(words, devices) as (server, lines):
             address = self._address
             body = {"prompt": prompt, "max_tokens": 2}
@@ -500,55 +349,6 @@ def _free_targets(folder: pathlib.Path, words: list[str]) -> None:
             shutil.rmtree(target)
         elif flag == "--tables":
             target.unlink(missing_ok=True)
-
-
-def _write_texts(folder: pathlib.Path) -> None:
-    """Write documents, chats, questions, a reward, tasks, and rules for names of arrays."""
-    pages = sorted((ROOT / ".docs").rglob("*.md"))
-    texts = [page.read_text("utf-8")[:6000] for page in pages if "generated" not in page.parts]
-    for place, ending in (("docs", "md"), ("docs/more", "txt"), ("src", "py"), ("texts", "txt")):
-        (folder / place).mkdir(exist_ok=True)
-        for number, text in enumerate(texts):
-            (folder / place / f"{number}.{ending}").write_text(text)
-    rows = [{"text": text} for text in texts]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "more.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    for place in ("web", "crawl"):
-        (folder / place).mkdir()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / place / "0.parquet")
-    write_documents(folder / "texts.jsonl", 400)
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    questions = [{"prompt": chat["prompt"], "answer": chat["completion"]} for chat in CHATS]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    (folder / "rewards.py").write_text("def score(question, text):\n    return len(text) / 99\n")
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "sums.yaml").write_text(TASK.format(file=folder / "chats.jsonl"))
-    everything = "RULES = (Rename('{all...}', '{all...}'),)"
-    rules = f"from jaxmoe.checkpoint.mapping import Rename\n\n{everything}\n"
-    (folder / "names.py").write_text(rules)
-
-
-def _write_models(folder: pathlib.Path) -> None:
-    """Write small models of Hugging Face, in folders and in the cache of the hub."""
-    for name in ("DIR", "OLMoE-1B-7B-0924"):
-        write_model(folder / name)
-    published = with_module("deepseek_v3")
-    write_directory(folder / "PUBLISHED", published.config, published.state)
-    write_hub(folder / "cache")
-
-
-def write_hub(cache: pathlib.Path) -> None:
-    """Write a cache of the hub with small models under the names of pages."""
-    tokenizer = tokenizer_json()
-    size = tokenizer["added_tokens"][0]["id"] + 1
-    for name, family in HUB.items():
-        place = cache / "hub" / f"models--{name.replace('/', '--')}"
-        snapshot = place / "snapshots" / ("0" * 40)
-        config = {**CONFIGS[family], "vocab_size": size, "eos_token_id": size - 1}
-        build(config).save_pretrained(snapshot)
-        (snapshot / "tokenizer.json").write_text(json.dumps(tokenizer))
-        (place / "refs").mkdir()
-        (place / "refs" / "main").write_text("0" * 40)
 
 
 def run_all(folder: pathlib.Path, commands: list[list[str]]) -> list[Ended]:
