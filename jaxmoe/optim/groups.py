@@ -217,11 +217,11 @@ def check_table(config: Optimizer, table: ParameterTable) -> None:
             # Standard rates put all roles into the group adamw.
             takes_all = group != "adamw" and "adamw" in config.groups
             names = config.parameterizations or (("standard",) if takes_all else ())
-            other = " or ".join(f"parameterization:{name}" for name in names)
+            fitting = " or ".join(f"parameterization:{name}" for name in names)
             raise ValueError(
                 f"the optimizer {config.name!r} has no group {group}, where the parameterization"
                 f" puts {row.path}: choose {_with_group(group)}, or"
-                f" {other or 'another parameterization'}"
+                f" {fitting or 'another parameterization'}"
             )
     is_needed = config.parameterizations and trained
     if is_needed and all(row.hyper.group != config.role_groups.matrices for row in trained):
