@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,12 @@ def test_none_picks_the_best_that_runs():
         implementation="xla", reason="the fastest one that runs on this platform"
     )
     assert TOY.function()() == 2
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_implementation_has_a_place_in_the_order_of_preference(name):
+    assert set(backend.PREFERENCE) == set(typing.get_args(backend.Implementation))
+    assert OPERATIONS[name].implementations.keys() <= set(backend.PREFERENCE)
 
 
 def test_requested_implementation_runs():
