@@ -47,10 +47,11 @@ class KernelsConfig:
     @property
     def by_operation(self) -> dict[str, Implementation | None]:
         """The same by the name of the operation."""
+        has_pages = self.attention in OPERATIONS["paged_attention"].implementations
         return {
             "flash_attention": self.attention,
-            # cuDNN's attention is for training: serving has pages.
-            "paged_attention": None if self.attention == "cudnn" else self.attention,
+            # Some attention is for training alone, as cuDNN's: serving has pages.
+            "paged_attention": self.attention if has_pages else None,
             "grouped_swiglu": self.grouped_swiglu,
             "quantized_matmul": self.quantized_matmul,
             "grouped_matmul": self.grouped_matmul,

@@ -14,6 +14,7 @@ from jaxmoe.contrib.few_bits.halo import HaloConfig
 from jaxmoe.kernel_choices import KernelsConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import assemble
+from pallas_kernels import OPERATIONS
 from pallas_kernels.proof import CASES, KERNELS, Verdict
 from sharding import MeshConfig, make_mesh
 
@@ -45,6 +46,14 @@ def test_a_kernel_that_another_process_found_wrong_is_not_used(monkeypatch, aske
     assert distrusted == [(first, "pallas_gpu", f"another process found {first} wrong")]
     config._prove(is_shared=False)
     assert len(distrusted) == 1, "a process that computes alone waits for no other"
+
+
+@pytest.mark.parametrize("name", OPERATIONS["flash_attention"].implementations)
+def test_attention_that_has_no_pages_leaves_them_to_the_default(name):
+    choice = KernelsConfig(attention=name).by_operation
+    has_pages = name in OPERATIONS["paged_attention"].implementations
+    assert choice["flash_attention"] == name
+    assert choice["paged_attention"] == (name if has_pages else None)
 
 
 def test_pages_are_read_by_serving_alone(monkeypatch):
