@@ -200,6 +200,7 @@ _ITEM_CACHE: Final = {
 }
 
 _GROUPED = "jaxmoe.checkpoint.huggingface.families.grouped"
+_SIGMOID = "jaxmoe.checkpoint.huggingface.families.sigmoid"
 _LATENT = "jaxmoe.checkpoint.huggingface.families.latent"
 _HYBRID = "jaxmoe.checkpoint.huggingface.families.hybrid"
 _LINEAR: Final = "jaxmoe.contrib.linear_attention.families"
@@ -212,7 +213,7 @@ _FAMILY: Final = {
     "deepseek_v3": (f"{_LATENT}.deepseek_v3:DeepseekV3Family", "DeepSeek-V3."),
     "jamba": (f"{_HYBRID}.jamba:JambaFamily", "Jamba."),
     "granitemoehybrid": (f"{_HYBRID}.granitemoehybrid:GraniteMoeHybridFamily", "Granite 4.0."),
-    "dots1": (f"{_GROUPED}.dots1:Dots1Family", "dots.llm1."),
+    "dots1": (f"{_SIGMOID}.dots1:Dots1Family", "dots.llm1."),
     "granitemoe": (f"{_GROUPED}.granitemoe:GraniteMoeFamily", "Granite 3 with experts."),
     "deepseek_v2": (f"{_LATENT}.deepseek_v2:DeepseekV2Family", "DeepSeek-V2."),
     "glm4_moe_lite": (f"{_LATENT}.glm4_moe_lite:Glm4MoeLiteFamily", "GLM-4.7-Flash."),
@@ -221,7 +222,7 @@ _FAMILY: Final = {
         "Granite 3 with experts and a shared one.",
     ),
     "hunyuan_v1_moe": (f"{_GROUPED}.hunyuan_v1_moe:HunyuanMoeFamily", "Hunyuan-A13B."),
-    "exaone_moe": (f"{_GROUPED}.exaone_moe:ExaoneMoeFamily", "K-EXAONE."),
+    "exaone_moe": (f"{_SIGMOID}.exaone_moe:ExaoneMoeFamily", "K-EXAONE."),
     "dbrx": (f"{_GROUPED}.dbrx:DbrxFamily", "DBRX."),
     "lfm2_moe": (f"{_LINEAR}.lfm2_moe:Lfm2MoeFamily", "LFM2 with experts."),
     "qwen3_next": (f"{_LINEAR}.qwen3_next:Qwen3NextFamily", "Qwen3-Next."),
@@ -232,22 +233,22 @@ _FAMILY: Final = {
         "Qwen3.5-MoE, its model of text.",
     ),
     "flex_olmo": (f"{_GROUPED}.flex_olmo:FlexOlmoFamily", "FlexOlmo."),
-    "afmoe": (f"{_GROUPED}.afmoe:AfmoeFamily", "AFMoE (Trinity)."),
+    "afmoe": (f"{_SIGMOID}.afmoe:AfmoeFamily", "AFMoE (Trinity)."),
     "phimoe": (f"{_GROUPED}.phimoe:PhimoeFamily", "Phi-3.5-MoE."),
-    "cohere2_moe": (f"{_GROUPED}.cohere2_moe:Cohere2MoeFamily", "Cohere 2 with experts."),
+    "cohere2_moe": (f"{_SIGMOID}.cohere2_moe:Cohere2MoeFamily", "Cohere 2 with experts."),
     "qwen2_moe": (f"{_GROUPED}.qwen2_moe:Qwen2MoeFamily", "Qwen2-MoE."),
     "gpt_oss": (f"{_GROUPED}.gpt_oss:GptOssFamily", "gpt-oss."),
-    "solar_open": (f"{_GROUPED}.solar_open:SolarOpenFamily", "Solar Open."),
-    "glm4_moe": (f"{_GROUPED}.glm4_moe:Glm4MoeFamily", "GLM-4.5."),
+    "solar_open": (f"{_SIGMOID}.solar_open:SolarOpenFamily", "Solar Open."),
+    "glm4_moe": (f"{_SIGMOID}.glm4_moe:Glm4MoeFamily", "GLM-4.5."),
     "ernie4_5_moe": (f"{_GROUPED}.ernie4_5_moe:Ernie45MoeFamily", "ERNIE 4.5."),
-    "minimax_m2": (f"{_GROUPED}.minimax_m2:MiniMaxM2Family", "MiniMax-M2."),
+    "minimax_m2": (f"{_SIGMOID}.minimax_m2:MiniMaxM2Family", "MiniMax-M2."),
     "nemotron_h": (f"{_HYBRID}.nemotron_h:NemotronHFamily", "Nemotron-H and Nemotron 3."),
-    "llama4_text": (f"{_GROUPED}.llama4_text:Llama4TextFamily", "Llama 4, its text model."),
+    "llama4_text": (f"{_SIGMOID}.llama4_text:Llama4TextFamily", "Llama 4, its text model."),
     "mimo_v2_flash": (f"{_LAYERS}.mimo_v2_flash:MimoV2FlashFamily", "MiMo-V2-Flash."),
     "jetmoe": (f"{_LAYERS}.jetmoe:JetMoeFamily", "JetMoE."),
     "deepseek_v32": (f"{_LAYERS}.deepseek_v32:DeepseekV32Family", "DeepSeek-V3.2."),
     "longcat_flash": (f"{_LAYERS}.longcat_flash:LongcatFlashFamily", "LongCat-Flash."),
-    "bailing_moe": (f"{_GROUPED}.bailing_moe:BailingMoeFamily", "Ling 2.0."),
+    "bailing_moe": (f"{_SIGMOID}.bailing_moe:BailingMoeFamily", "Ling 2.0."),
     "bailing_moe_v2_5": (f"{_LINEAR}.bailing_moe_v2_5:BailingMoeV25Family", "Ling 2.5."),
     "bailing_hybrid": (f"{_LINEAR}.bailing_hybrid:BailingHybridFamily", "Ling 3.0."),
 }

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Final
 
 from jaxmoe.checkpoint.huggingface import parts
 from jaxmoe.checkpoint.huggingface.describe import latent_fields
-from jaxmoe.checkpoint.huggingface.families.grouped.bailing_moe import (
+from jaxmoe.checkpoint.huggingface.families.hybrid.recurrent import recurrent_mixer
+from jaxmoe.checkpoint.huggingface.families.sigmoid.bailing_moe import (
     FRAME,
     expert_fields,
     read_experts,
 )
-from jaxmoe.checkpoint.huggingface.families.hybrid.recurrent import recurrent_mixer
 from jaxmoe.checkpoint.huggingface.family import Family
 from jaxmoe.checkpoint.huggingface.fields import Fields
 from jaxmoe.checkpoint.huggingface.rules import LATENT_ATTENTION, rule
