@@ -6,9 +6,7 @@ A family has a function from the fields of config.json to `ModelConfig`, its inv
 tensors to parameters that serve import and export. Config values that this library does not compute
 are an error; unknown fields are logged as a warning.
 
-To add a family: a file in a folder of `jaxmoe/checkpoint/huggingface/families/` with a class that
-extends `Family`, its row in `jaxmoe/catalog/serving.py`, its row of CONFIGS in
-`tests/support/huggingface_models.py` (parity of logits and gradients).
+To add a family: see "How to add" of `jaxmoe/checkpoint/huggingface/README.md`.
 """
 
 from __future__ import annotations
