@@ -9,8 +9,7 @@ A member of the family is a config that computes `Scored`, the scores of all pai
 recorded experts (`jaxmoe/routing/replay.py`), padding, statistics.
 
 To add a member: a config in `jaxmoe/routing/routers/token_choice/` that extends
-`TokenChoiceBase` and defines `name` and `score`; then the steps in
-`jaxmoe/routing/__init__.py`.
+`TokenChoiceBase` and defines `name` and `score`; then the steps in `jaxmoe/routing/README.md`.
 """
 
 from __future__ import annotations
