@@ -121,7 +121,7 @@ class StreamAttention(Attention):
 
     config: ParallelStreamsConfig
 
-    def _attend(
+    def attend(
         self,
         heads: HeadArrays,
         tokens: TokenInputs,
@@ -130,9 +130,10 @@ class StreamAttention(Attention):
         *,
         keeps_lse: bool = False,
     ) -> Attended:
+        """Attend to the tokens, and add what the learned keys of the stream give."""
         config = self.config
         placement = self.execution.placement
-        attended = Attention._attend(self, heads, tokens, cache, layer, keeps_lse=True)
+        attended = Attention.attend(self, heads, tokens, cache, layer, keeps_lse=True)
         out = attended.out
         logits = attended.logits
         lse = logits["lse"]

@@ -142,7 +142,7 @@ class SharedAttention(Attention):
     config: SharedKeysConfig
     train: bool = False
 
-    def _attend(
+    def attend(
         self,
         heads: HeadArrays,
         tokens: TokenInputs,
@@ -151,6 +151,7 @@ class SharedAttention(Attention):
         *,
         keeps_lse: bool = False,
     ) -> Attended:
+        """Attend to the keys and values of the leader, and hand them on."""
         assert layer is not None  # a block gives it to every mixer
         is_leader = self.config.leads(layer, train=self.train)
         k = jnp.where(is_leader, heads.k, layer.carry["keys"])
@@ -159,5 +160,5 @@ class SharedAttention(Attention):
             leader = cache.layer // jnp.int32(self.config.leader_every)
             cache = dataclasses.replace(cache, layer=leader)
         heads = HeadArrays(heads.q, k, v)
-        attended = Attention._attend(self, heads, tokens, cache, layer, keeps_lse=keeps_lse)
+        attended = Attention.attend(self, heads, tokens, cache, layer, keeps_lse=keeps_lse)
         return attended._replace(carry={"keys": k, "values": v})

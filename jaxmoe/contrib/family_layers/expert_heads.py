@@ -108,7 +108,7 @@ class ExpertHeads(Attention):
         heads = out_of_stream(x, self._keys_and_values(x.dtype), placement)
         chosen, gates, heads["q"] = self._choose(x)
         placed = self._place(heads, tokens)
-        out, logits, entries, carry = self._attend(placed, tokens, cache, layer)
+        out, logits, entries, carry = self.attend(placed, tokens, cache, layer)
         y = self._combine(out, chosen, gates)
         if config.extras.has_output_bias:
             y = add_output_bias(self, y)

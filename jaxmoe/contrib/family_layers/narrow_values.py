@@ -53,7 +53,7 @@ class NarrowAttention(Attention):
 
     config: NarrowValuesConfig
 
-    def _attend(
+    def attend(
         self,
         heads: HeadArrays,
         tokens: TokenInputs,
@@ -62,13 +62,14 @@ class NarrowAttention(Attention):
         *,
         keeps_lse: bool = False,
     ) -> Attended:
+        """Attend with values narrower than keys, padded where a cache or a ring holds them."""
         width = self.config.value_dim
         v = heads.v * jnp.asarray(self.config.value_scale, heads.v.dtype)
         if cache is not None or sequence_ranks(self.execution.placement) > 1:
             padding = self.config.head_dim - width
             v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, padding)))
         heads = heads._replace(v=v)
-        attended = Attention._attend(self, heads, tokens, cache, layer, keeps_lse=keeps_lse)
+        attended = Attention.attend(self, heads, tokens, cache, layer, keeps_lse=keeps_lse)
         return attended._replace(out=attended.out[..., :width])
 
 

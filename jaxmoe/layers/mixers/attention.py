@@ -247,7 +247,7 @@ class Attention(nn.Module):
             heads = add_biases(self, heads, placement)
         placed = self._place(heads, tokens)
         placed = placed._replace(v=placed.v.astype(dtype))
-        out, logits, entries, carry = self._attend(
+        out, logits, entries, carry = self.attend(
             placed, tokens, cache, layer, keeps_lse=config.extras.has_sinks
         )
         if config.extras.has_sinks:
@@ -303,7 +303,7 @@ class Attention(nn.Module):
             q = (q * factor).astype(q.dtype)
         return HeadArrays(q, k, v)
 
-    def _attend(
+    def attend(
         self,
         heads: HeadArrays,
         tokens: TokenInputs,
@@ -312,7 +312,17 @@ class Attention(nn.Module):
         *,
         keeps_lse: bool = False,
     ) -> Attended:
-        """Compute the softmax, over the tokens themselves or over a cache."""
+        """Compute the softmax, over the tokens themselves or over a cache.
+
+        Attention that changes the heads, or carries something, overrides it and calls this one.
+
+        Args:
+            heads: Queries, keys and values after norms and positions.
+            tokens: What the layer knows of its tokens.
+            cache: Entries of earlier tokens; None where all tokens are given.
+            layer: What earlier layers carry here, which this class does not read.
+            keeps_lse: Whether the log-sum-exp of the scores is wanted.
+        """
         del layer
         q, k, v = heads
         config = self.config
