@@ -760,6 +760,8 @@ def _registry(name: str) -> Mapping[str, object]:
 
 # Registries whose contract table is in their own test, which compares it with the registry.
 ROWS_ELSEWHERE = {f"jaxmoe.routing:{name}" for name in ("ROUTERS", "GATES", "BALANCERS", "BIASES")}
+ROWS_ELSEWHERE |= {"jaxmoe.layers.mixers:MIXERS", "jaxmoe.layers.feed_forwards:FEED_FORWARDS"}
+ROWS_ELSEWHERE |= {"jaxmoe.optim:OPTIMIZERS"}
 
 
 @pytest.mark.parametrize("name", REGISTRIES)

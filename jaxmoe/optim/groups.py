@@ -16,7 +16,7 @@ learning rate. On a sphere the same step is followed by the projection. Paramete
 
 To add an optimiser: a config that extends `Optimizer` in a file of its own in `jaxmoe/optim`, its
 row under `optimizer` in `jaxmoe/catalog/runs.py`, a row of CASES in
-`tests/jaxmoe/optim/test_optim.py`, and its name in REGISTRIES of `tests/test_architecture.py`.
+`tests/jaxmoe/optim/test_optim.py`.
 """
 
 from __future__ import annotations
