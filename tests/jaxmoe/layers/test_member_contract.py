@@ -72,7 +72,7 @@ FEED_FORWARDS: dict[str, dict[str, Any]] = {
 }
 """Fields of the smallest of each; one without routed experts is the first of two layers."""
 
-IN_SHORT = {"mamba2", "latent", "dense"}
+IN_SHORT = {"mamba2"}
 BATCH, LENGTH = 2, 9
 
 
