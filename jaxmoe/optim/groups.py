@@ -217,15 +217,14 @@ def check_table(config: Optimizer, table: ParameterTable) -> None:
             # Standard rates put all roles into the group adamw.
             takes_all = group != "adamw" and "adamw" in config.groups
             names = config.parameterizations or (("standard",) if takes_all else ())
-            fitting = " or ".join(f"parameterization:{name}" for name in names)
             raise ValueError(
                 f"the optimizer {config.name!r} has no group {group}, where the parameterization"
                 f" puts {row.path}: choose {_with_group(group)}, or"
-                f" {fitting or 'another parameterization'}"
+                f" {_as_flags(names) or 'another parameterization'}"
             )
     is_needed = config.parameterizations and trained
     if is_needed and all(row.hyper.group != config.role_groups.matrices for row in trained):
-        choices = " or ".join(f"parameterization:{name}" for name in config.parameterizations)
+        choices = _as_flags(config.parameterizations)
         raise ValueError(
             f"the optimizer {config.name!r} is for parameters of the group"
             f" {config.role_groups.matrices}, and the parameterization puts none there: choose"
@@ -246,6 +245,11 @@ def check_table(config: Optimizer, table: ParameterTable) -> None:
                 f" so it would stay zero: the parameterization must put the role"
                 f" {row.declaration.role!r} into adamw, or start it elsewhere"
             )
+
+
+def _as_flags(parameterizations: tuple[str, ...]) -> str:
+    """Return the flags that choose one of them."""
+    return " or ".join(f"parameterization:{name}" for name in parameterizations)
 
 
 def _with_group(group: Group) -> str:

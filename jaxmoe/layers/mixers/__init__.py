@@ -3,9 +3,9 @@
 """Mixers: the half of a layer that moves information between tokens.
 
 To add a mixer: a file jaxmoe/layers/mixers/<name>.py with its config and its module, which the
-config names, its row under `mixer` in jaxmoe/catalog/layers.py, its name in
-tests/test_architecture.py, and a test. jaxmoe/layers/README.md has the steps, the attributes and
-methods of a config, and an example.
+config names, its row under `mixer` in jaxmoe/catalog/layers.py, its row of MIXERS in
+tests/jaxmoe/layers/test_member_contract.py, and a test. jaxmoe/layers/README.md has the steps, the
+attributes and methods of a config, and an example.
 """
 
 from jaxmoe.catalog import Registry

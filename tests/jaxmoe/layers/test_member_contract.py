@@ -115,18 +115,20 @@ def test_decoding_equals_the_whole(kind, name):
     tokens, _, logits = _whole(model)
 
     @jax.jit
-    def forward(tokens, first, cache):
+    def forward(params, tokens, first, cache):
         positions = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, tokens.shape)
         output = Transformer(model, execution).apply(
-            {"params": values_of(model)}, tokens, positions=positions, cache=cache
+            {"params": params}, tokens, positions=positions, cache=cache
         )
         return output.logits, output.cache
 
+    params = values_of(model)
     cache = initial_cache(model, execution, batch=BATCH, length=LENGTH)
     parts = []
     for first, end in ((0, 4), *((place, place + 1) for place in range(4, LENGTH))):
-        part, cache = forward(tokens[:, first:end], jnp.asarray(first, jnp.int32), cache)
+        place = jnp.asarray(first, jnp.int32)
+        part, cache = forward(params, tokens[:, first:end], place, cache)
         parts.append(part)
     assert_close(jnp.concatenate(parts, axis=1), logits, "other_length")
 
