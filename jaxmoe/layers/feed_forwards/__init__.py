@@ -4,7 +4,8 @@
 
 To add a feed-forward: a file jaxmoe/layers/feed_forwards/<name>.py with its config and its module,
 its row under `feed_forward` in jaxmoe/catalog/layers.py, its row of FEED_FORWARDS in
-tests/jaxmoe/layers/test_member_contract.py, and a test. jaxmoe/layers/README.md has the steps, what a config has, and an example.
+tests/jaxmoe/layers/test_member_contract.py, and a test. jaxmoe/layers/README.md has the steps, what
+a config has, and an example.
 """
 
 from jaxmoe.catalog import Registry
