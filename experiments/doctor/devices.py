@@ -50,6 +50,7 @@ def examine_devices() -> list[Finding]:
     return [
         *findings,
         *default_mesh(),
+        *precision(),
         *collectives(),
         *ragged_exchange(),
         *kernels(),
@@ -97,6 +98,19 @@ def default_mesh() -> Iterator[Finding]:
     mesh = make_mesh(MeshConfig(data=-1))
     text = " ".join(f"{axis}={size}" for axis, size in describe_mesh(mesh).items())
     yield Finding("ok", "default mesh", text)
+
+
+def precision() -> Iterator[Finding]:
+    """Return the dtype of products that a run takes by default, and why."""
+    dtype = PrecisionPolicy().compute_dtype.name
+    if jax.default_backend() != "cpu":
+        reason = "as on every accelerator"
+    elif dtype == "bfloat16":
+        reason = "this processor has instructions for it, and this XLA uses them"
+    else:
+        reason = "bfloat16 is not faster on this processor, with this XLA and these devices"
+    text = f"products in {dtype}: {reason}; execution.precision.compute sets another"
+    yield Finding("ok", "precision", text)
 
 
 def collectives() -> list[Finding]:

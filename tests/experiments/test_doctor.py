@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxmoe.precision
 from experiments.cli.flags import ExitCode
 from experiments.cli.output import write
 from experiments.doctor import __main__ as doctor
@@ -50,6 +51,7 @@ def test_a_healthy_machine(tmp_path, capsys, monkeypatch):
     for words in (
         "8 x cpu",
         "data=8",
+        "products in float32",
         "psum, all_gather, all_to_all, ppermute agree with numpy over 8",
         "ragged_all_to_all does not exist on cpu",
         "flash_attention: xla, the fastest one",
@@ -202,6 +204,21 @@ def test_disks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(doctor_software.tempfile, "TemporaryFile", full)
     assert "cannot be written (No space left" in only_problem(writable(tmp_path, "disk")).text
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_fast", "words"),
+    [
+        ("cpu", False, "float32: bfloat16 is not faster"),
+        ("cpu", True, "bfloat16: this processor has"),
+        ("gpu", False, "bfloat16: as on every accelerator"),
+    ],
+)
+def test_the_dtype_of_products_is_said_with_its_reason(monkeypatch, platform, is_fast, words):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jaxmoe.precision, "multiplies_bfloat16_fast", lambda: is_fast)
+    (line,) = doctor_devices.precision()
+    assert f"products in {words}" in line.text
 
 
 def test_a_collective_that_lies_or_fails_is_a_problem():
