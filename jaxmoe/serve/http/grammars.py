@@ -180,10 +180,16 @@ class Grammars:
 
     @functools.cached_property
     def _tokens(self) -> Any:
-        """The tokens as llguidance holds them; the last id is an end that no model draws."""
+        """The tokens as llguidance holds them; the last id is an end that no model draws.
+
+        An end has no text: a string would allow it as text, and the answer would end within.
+        """
         library = require("llguidance", "serve")
-        contents = [token_bytes(self._codec, token) for token in range(self._vocab_size)]
         ends = [token for token in self._eos_ids if token < self._vocab_size]
+        contents = [
+            b"" if token in ends else token_bytes(self._codec, token)
+            for token in range(self._vocab_size)
+        ]
         contents.append(b"")
         wrapper = library.TokenizerWrapper(_Vocabulary(contents, self._vocab_size))
         eos = ends or [self._vocab_size]

@@ -165,6 +165,19 @@ def test_a_grammar_ends_where_it_may_by_an_end_of_text():
     assert re.fullmatch("a+!?", _text(tokens[1]))
 
 
+def test_an_end_that_is_also_text_does_not_end_an_answer_within():
+    """As the end of some models is, a line or a letter; half of the letters are ends here."""
+    ends = tuple(b"acegikmoqsuwy")
+    grammar = Grammars(CODEC, CODEC.vocab_size, ends).schema({"type": "string", "maxLength": 9})
+    samplings = [
+        Sampling(max_tokens=60, seed=seed, grammar=grammar, stop_ids=ends) for seed in range(4)
+    ]
+    tokens, reasons, _ = _answers(samplings)
+    assert reasons == ["stop"] * 4
+    texts = [_text([token for token in answer if token not in ends]) for answer in tokens]
+    assert all(isinstance(json.loads(text), str) for text in texts)
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
