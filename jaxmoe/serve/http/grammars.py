@@ -23,8 +23,15 @@ from jaxmoe.serve.http.tools.call import CallSpelling
 
 _ANSWER = "answer"
 """Name of a grammar that another one refers to."""
+_ANSWER_SPACES = {"whitespace_pattern": r"[ ]?|\n[ ]{0,20}"}
+"""Spaces within JSON of answers: none, one, or a line with an indent. Without a bound, small models
+write spaces to their last token."""
 _CALL_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Spaces within the arguments of calls: those of the filter `tojson` of chat templates."""
+
+
+_COMPOSED = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties"))
+"""Keys of a schema beside which its properties are not all that an object may have."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,6 +98,8 @@ class Grammars:
             ValueError: It is no schema that the library follows.
         """
         matcher = require("llguidance", "serve").LLMatcher
+        if isinstance(schema, dict):
+            schema = {"x-guidance": _ANSWER_SPACES, **schema}
         return self._checked(matcher.grammar_from_json_schema(json.dumps(schema)))
 
     def regex(self, pattern: str) -> LibraryGrammar:
@@ -129,7 +138,8 @@ class Grammars:
 
         Args:
             spelling: How calls are spelled.
-            schemas: JSON schema of the arguments of each function.
+            schemas: JSON schema of the arguments of each function. Objects have no properties
+                beside those that it names, unless it says so: a function takes no others.
             is_parallel: Whether there may be several calls.
             answer: What an answer without calls follows; None where it must call.
 
@@ -140,7 +150,7 @@ class Grammars:
         names = [f"call_{number}" for number in range(len(schemas))]
         for rule, (name, schema) in zip(names, schemas.items(), strict=True):
             before = _literal(spelling.before_arguments(name))
-            schema = {"type": "object", "x-guidance": _CALL_SPACES, **schema}
+            schema = {"type": "object", "x-guidance": _CALL_SPACES, **_closed(schema)}
             rules.append(f"{rule}: {before} %json {json.dumps(schema)} {_literal(spelling.after)}")
         repeats = f"({_literal(spelling.between)} call)*" if is_parallel else ""
         rules.append(f"call: {' | '.join(names)}")
@@ -194,6 +204,22 @@ class Grammars:
         wrapper = library.TokenizerWrapper(_Vocabulary(contents, self._vocab_size))
         eos = ends or [self._vocab_size]
         return library.LLTokenizer(wrapper, n_vocab=len(contents), eos_token=eos)
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties beside those that it names.
+
+    Objects that are composed of several schemas stay as they are: each names a part.
+    """
+    if not isinstance(schema, dict) or not _COMPOSED.isdisjoint(schema):
+        return schema
+    inner = {}
+    if isinstance(schema.get("items"), dict):
+        inner["items"] = _closed(schema["items"])
+    if isinstance(schema.get("properties"), dict):
+        inner["properties"] = {name: _closed(part) for name, part in schema["properties"].items()}
+        inner["additionalProperties"] = schema.get("additionalProperties", False)
+    return {**schema, **inner}
 
 
 def _literal(text: str) -> str:

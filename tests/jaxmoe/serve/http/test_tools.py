@@ -392,6 +392,26 @@ def test_grammars_of_calls_join_others():
         assert caught.value.param == "tools"
 
 
+def test_arguments_that_a_function_does_not_name_are_not_written():
+    """Unless its schema allows them; also within the objects and lists of its arguments."""
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    closed = {
+        "type": "object",
+        "properties": {"one": inner, "each": {"type": "array", "items": inner}},
+    }
+
+    def behind(schema, text):
+        spelling = HERMES.spelling
+        grammar = GRAMMARS.calls(spelling, {"f": schema}, is_parallel=False)
+        return _take(grammar.start(), f"{spelling.begin}{spelling.before_arguments('f')}{text}")
+
+    for text, begins in (('{"', {"o", "e"}), ('{"one": {"', {"x"}), ('{"each": [{"', {"x"})):
+        assert behind(closed, text) == begins
+    free = closed | {"additionalProperties": {"type": "null"}}
+    composed = {"allOf": [closed], "properties": {"y": {}}}
+    assert "z" in behind(free, '{"') and "z" in behind(composed, '{"')
+
+
 def _take(matcher, text):
     for byte in text.encode():
         assert matcher.mask()[byte // 32] >> (byte % 32) & 1, chr(byte)
