@@ -208,8 +208,7 @@ class LinearAttention(torch.nn.Module):
         self.dense = torch.nn.Linear(width, config.hidden_size, bias=False)
         self.g_proj = torch.nn.Linear(config.hidden_size, width, bias=False)
         self.g_norm = Norm(width, config.rms_norm_eps)
-        share = 1 - (number - 1) / (config.num_hidden_layers - 1) + 1e-5
-        self.decay = torch.exp(-torch.tensor(slopes(config.num_attention_heads)) * share)
+        self.share = 1 - (number - 1) / (config.num_hidden_layers - 1) + 1e-5
 
     def forward(self, x):
         config = self.config
@@ -220,11 +219,13 @@ class LinearAttention(torch.nn.Module):
             q, k = self.query_layernorm(q), self.key_layernorm(k)
         cos, sin = rotary(config, length)
         q, k = turned(q, cos, sin) / math.sqrt(config.head_dim), turned(k, cos, sin)
+        # Made here: transformers builds models without values, and fills parameters alone.
+        decay = torch.exp(-torch.tensor(slopes(heads)) * self.share)[:, None, None]
         state = torch.zeros(batch, heads, config.head_dim, config.head_dim)
         rows = []
         for place in range(length):
             written = torch.einsum("bnh,bng->bnhg", k[:, place], v[:, place])
-            state = state * self.decay[:, None, None] + written
+            state = state * decay + written
             rows.append(torch.einsum("bnh,bnhg->bng", q[:, place], state))
         y = torch.stack(rows, dim=1).reshape(batch, length, config.group_norm_size, -1)
         y = y * (y.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()

@@ -132,6 +132,8 @@ def _values(fields: BodyFields) -> dict[str, tuple[str, Any]]:
 def _response_format(form: Any) -> tuple[str, Any]:
     """Return the kind of a response format, and its schema."""
     kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind == "json_object" and form.get("schema") is not None:
+        return "json", form["schema"]  # as clients of several other servers write it
     if kind in ("text", "json_object"):
         return kind, True
     if kind == "json_schema":

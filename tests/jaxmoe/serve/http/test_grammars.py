@@ -235,10 +235,17 @@ SCHEMA = {
             }
         },
         {"guided_json": SCHEMA},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"guided_json": json.dumps(SCHEMA), "response_format": {"type": "text"}},
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
     ],
-    ids=["response_format", "guided_json", "text of guided_json", "structured_outputs"],
+    ids=[
+        "response_format",
+        "guided_json",
+        "schema of json_object",
+        "text of guided_json",
+        "structured_outputs",
+    ],
 )
 def test_a_schema_reaches_the_answer_of_a_chat(client, fields):
     answer = client.chat.completions.create(
