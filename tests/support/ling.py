@@ -367,6 +367,10 @@ class LingForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin
     def get_input_embeddings(self):
         return self.model.word_embeddings
 
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **unused):
+        """Return all tokens so far: this model has no cache."""
+        return {"input_ids": input_ids}
+
     def forward(self, input_ids, labels=None, **unused):
         logits = self.lm_head(self.model(input_ids))
         loss = None

@@ -137,13 +137,13 @@ def test_the_loss_of_training_reads_the_adapted_head(base):
         model = adapted(base, config(**given))
         table = parameter_table(model)
 
-        def loss(trained, model=model, table=table, is_folded=is_folded):
+        def loss(trained, rows, model=model, table=table, is_folded=is_folded):
             whole = table.merge(trained, params)
             used = adapted(model, None) if is_folded else model
             whole = fold_adapters(whole) if is_folded else whole
-            return forward_and_nll(used, ExecutionConfig(), whole, batch())[0]
+            return forward_and_nll(used, ExecutionConfig(), whole, rows)[0]
 
-        grads.append(jax.jit(jax.grad(loss))(table.select_trained(params)))
+        grads.append(jax.jit(jax.grad(loss))(table.select_trained(params), batch()))
     assert_close(grads[0], grads[2], "end_to_end")
     assert_close(grads[1], grads[2], "end_to_end")
     module = "embedding" if base.has_tied_embeddings else "head"

@@ -285,15 +285,6 @@ def test_greedy_tokens_equal_those_of_transformers(name, torch):
     """Two prompts, each continued from a cache of states, keys and values; both by argmax."""
     theirs, prompts = build(CONFIGS[name]), tokens_of(CONFIGS[name])[:, :5]
     model, params, state = read_huggingface(theirs.config.to_dict(), theirs.state_dict())
-    found = generate(
-        model,
-        params,
-        jnp.asarray(prompts),
-        num_tokens=8,
-        key=jax.random.key(0),
-        temperature=0.0,
-        router_state=state or None,
-    )
     greedy = {"num_tokens": 8, "key": jax.random.key(0), "temperature": 0.0}
     found = generate(model, params, jnp.asarray(prompts), router_state=state or None, **greedy)
     given = torch.tensor(prompts).long()
