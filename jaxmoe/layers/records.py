@@ -84,6 +84,12 @@ class Stream:
     layers carries, it is written in place."""
 
 
+Flow = Stream | tuple[Stream, Stream]
+"""Stream of a scan, or those of two halves of the rows."""
+FlowTokens = TokenInputs | tuple[TokenInputs, TokenInputs]
+"""Inputs of all layers for a `Flow`."""
+
+
 @typing.no_type_check
 @struct.dataclass
 class LayerCache:

@@ -34,6 +34,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Key
 
+from jaxmoe.declarations import Declaration, Deferred
 from jaxmoe.execution import ExecutionConfig
 from sharding.constrain import Placement
 from sharding.products.low_rank import Mix
@@ -52,6 +53,7 @@ VIEWING: Final = "viewing"
 """Checkpoint name of parameters before they are rewritten."""
 VIEWED: Final = "viewed"
 """Checkpoint name of rewritten parameters."""
+_RESHAPES: Final = frozenset(("reshape", "transpose", "squeeze", "expand_dims"))
 
 
 # Not checked at run time: tree functions also fill records with shapes and specs.
@@ -139,19 +141,28 @@ def view_outside(params: Tree, view: View, layers: Collection[str]) -> tuple[Tre
     return {name: use(name) for name in params}, View(rewrite=view.rewrite, own=of_layers)
 
 
-def rewritten(block: Any, rewrite: Rewrite, part: str) -> Any:
+def rewritten(block: Any, rewrite: Rewrite, part: str, dtype: Any) -> Any:
     """Return the block of a layer with parameters that are rewritten before it uses them.
 
     Args:
         block: Module class of a layer, inside the scan.
         rewrite: Function of its parameters.
         part: Name of the part.
+        dtype: Dtype of matrices in products, in which they are given to the layer: its copies in
+            that dtype are a part of the rewriting.
     """
+
+    def read(leaf: Array, declaration: Declaration) -> Array:
+        is_copied = declaration.role != "adapter" and not declaration.is_used_as_stored
+        if not is_copied or leaf.ndim < 2 or leaf.dtype == dtype:
+            return leaf
+        return checkpoint_name(checkpoint_name(leaf, VIEWING).astype(dtype), VIEWED)
 
     def view(variables: Tree) -> Tree:
         params = _name_activations(variables["params"], VIEWING)
         params = rewrite(params, variables.get(VIEW, {}), part)
-        return {"params": _name_activations(params, VIEWED), VIEW: {}}
+        params = _name_activations(params, VIEWED)
+        return {"params": jax.tree.map(lambda leaf: Deferred(leaf, read=read), params), VIEW: {}}
 
     return nn.map_variables(block, ["params", VIEW], trans_in_fn=view)
 
@@ -165,7 +176,8 @@ class SaveOutsideViews:
 
     A policy is asked for each operation in the order of the program, so that it knows from the
     checkpoint names whether it is inside of a rewriting. JAX's policies know names alone, and would
-    store the value that has been named.
+    store the value that has been named. Other shapes of a value are not stored either: a kernel may
+    ask for them of a rewritten parameter.
     """
 
     def __init__(self, policy: Callable[..., Any]):
@@ -178,7 +190,9 @@ class SaveOutsideViews:
         if name in (VIEWING, VIEWED):
             self._is_inside = name == VIEWING
             return False
-        return not self._is_inside and self._policy(primitive, *avals, **params)
+        if self._is_inside or primitive.name in _RESHAPES:
+            return False
+        return self._policy(primitive, *avals, **params)
 
 
 def check_view(execution: ExecutionConfig) -> None:

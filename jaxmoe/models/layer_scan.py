@@ -19,7 +19,7 @@ from jaxmoe.layers.block import STREAM, Block
 from jaxmoe.layers.context import LayerContext
 from jaxmoe.layers.gather import SECONDARY, WHOLE, gather_across_replicas, use_whole
 from jaxmoe.layers.observer import Observations, interleave, join_stacks
-from jaxmoe.layers.records import LayerInputs, LayerOutputs, Stream, TokenInputs
+from jaxmoe.layers.records import Flow, FlowTokens, LayerInputs, LayerOutputs
 from jaxmoe.layers.view import VIEW, Rewrite, SaveOutsideViews, check_view, rewritten
 from jaxmoe.models.cache import Cache
 from jaxmoe.models.config import ModelConfig
@@ -50,8 +50,8 @@ class Cycle(nn.Module):
 
     @nn.compact
     def __call__(
-        self, stream: Stream, inputs: dict[str, LayerInputs], tokens: TokenInputs
-    ) -> tuple[Stream, dict[str, LayerOutputs]]:
+        self, stream: Flow, inputs: dict[str, LayerInputs], tokens: FlowTokens
+    ) -> tuple[Flow, dict[str, LayerOutputs]]:
         """Compute the layers one after the other; inputs and outputs are by place in the period."""
         outputs = {}
         for place, (block, kind) in enumerate(zip(self.blocks, self.layers, strict=True)):
@@ -162,7 +162,7 @@ def _block(
 ) -> Any:
     """Return the module of a layer with its transformations."""
     if rewrite is not None:
-        block = rewritten(block, rewrite, part)
+        block = rewritten(block, rewrite, part, execution.precision.compute_dtype)
     elif is_gathered:
         block = use_whole(block)
     elif execution.state_layout.gathered == "replica":

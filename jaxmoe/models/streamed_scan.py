@@ -30,12 +30,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Int
 
-from jaxmoe.layers.records import LayerOutputs, Stream, TokenInputs
+from jaxmoe.layers.records import Flow, FlowTokens, LayerOutputs
 
 _HOST = jax.memory.Space.Host
 _DEVICE = jax.memory.Space.Device
 
-Layer = Callable[[Any, Stream, Any, TokenInputs], tuple[Stream, Any]]
+Layer = Callable[[Any, Flow, Any, FlowTokens], tuple[Flow, Any]]
 """(parameters, stream, inputs of the layer, inputs of all layers) -> (stream, outputs)."""
 
 
@@ -56,8 +56,8 @@ class StreamedScan(nn.Module):
 
     @nn.compact
     def __call__(
-        self, stream: Stream, inputs: Any, tokens: TokenInputs
-    ) -> tuple[Stream, LayerOutputs | dict[str, LayerOutputs]]:
+        self, stream: Flow, inputs: Any, tokens: FlowTokens
+    ) -> tuple[Flow, LayerOutputs | dict[str, LayerOutputs]]:
         """Compute the layers; inputs and outputs are stacked over them.
 
         Raises:
@@ -70,7 +70,7 @@ class StreamedScan(nn.Module):
             )
         layer = self.build()
 
-        def apply(params: Any, stream: Stream, own: Any, tokens: TokenInputs) -> tuple[Stream, Any]:
+        def apply(params: Any, stream: Flow, own: Any, tokens: FlowTokens) -> tuple[Flow, Any]:
             return layer.apply({"params": params}, stream, own, tokens)
 
         run = stream_layers(apply, self.length, unroll=self.unroll, offloads=self.offloads)
@@ -79,7 +79,7 @@ class StreamedScan(nn.Module):
 
 def stream_layers(
     layer: Layer, length: int, *, unroll: int = 1, offloads: bool = False
-) -> Callable[[Any, Stream, Any, TokenInputs], tuple[Stream, Any]]:
+) -> Callable[[Any, Flow, Any, FlowTokens], tuple[Flow, Any]]:
     """Return a loop over layers, differentiable with respect to parameters and stream.
 
     Args:
@@ -97,8 +97,8 @@ def stream_layers(
         return jnp.arange(length, dtype=jnp.int32)
 
     def forward(
-        params: Any, stream: Stream, inputs: Any, tokens: TokenInputs, *, keeps: bool
-    ) -> tuple[Stream, Any, Any, Any]:
+        params: Any, stream: Flow, inputs: Any, tokens: FlowTokens, *, keeps: bool
+    ) -> tuple[Flow, Any, Any, Any]:
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             (stream, fetched), (number, own) = carry, xs
             coming = _fetch(params, jnp.minimum(number + 1, length - 1))
@@ -112,12 +112,12 @@ def stream_layers(
         return stream, outputs, last, saved
 
     @jax.custom_vjp
-    def run(params: Any, stream: Stream, inputs: Any, tokens: TokenInputs) -> tuple[Stream, Any]:
+    def run(params: Any, stream: Flow, inputs: Any, tokens: FlowTokens) -> tuple[Flow, Any]:
         return forward(params, stream, inputs, tokens, keeps=False)[:2]
 
     def run_forward(
-        params: Any, stream: Stream, inputs: Any, tokens: TokenInputs
-    ) -> tuple[tuple[Stream, Any], Any]:
+        params: Any, stream: Flow, inputs: Any, tokens: FlowTokens
+    ) -> tuple[tuple[Flow, Any], Any]:
         after, outputs, last, saved = forward(params, stream, inputs, tokens, keeps=True)
         return (after, outputs), (params, last, saved, stream, inputs, tokens)
 
