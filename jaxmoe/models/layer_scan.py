@@ -59,11 +59,13 @@ class Cycle(nn.Module):
             layer = block(
                 kind.mixer, kind.feed_forward, self.context, self.execution, self.train, name=name
             )
-            caches = getattr(stream, "cache", None)  # halves of the rows have none
-            own = stream if caches is None else dataclasses.replace(stream, cache=caches[name])
-            stream, outputs[name] = layer(own, inputs[name], tokens)
-            if caches is not None:
-                stream = dataclasses.replace(stream, cache=caches | {name: stream.cache})
+            if isinstance(stream, tuple) or stream.cache is None:  # halves of the rows have none
+                stream, outputs[name] = layer(stream, inputs[name], tokens)
+                continue
+            caches = stream.cache
+            own = dataclasses.replace(stream, cache=caches[name])
+            after, outputs[name] = layer(own, inputs[name], tokens)
+            stream = dataclasses.replace(after, cache=caches | {name: after.cache})
         return stream, outputs
 
 
