@@ -30,7 +30,10 @@ _CALL_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 """Spaces within the arguments of calls: those of the filter `tojson` of chat templates."""
 
 
-_COMPOSED = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties"))
+_COMPOSED = frozenset(
+    ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas")
+    + ("patternProperties", "propertyNames", "unevaluatedProperties", "minProperties")
+)
 """Keys of a schema beside which its properties are not all that an object may have."""
 
 
@@ -209,16 +212,19 @@ class Grammars:
 def _closed(schema: Any) -> Any:
     """Return a schema whose objects have no properties beside those that it names.
 
-    Objects that are composed of several schemas stay as they are: each names a part.
+    Objects that are composed of several schemas, or need more than they name, stay as they are.
     """
     if not isinstance(schema, dict) or not _COMPOSED.isdisjoint(schema):
         return schema
     inner = {}
     if isinstance(schema.get("items"), dict):
         inner["items"] = _closed(schema["items"])
-    if isinstance(schema.get("properties"), dict):
-        inner["properties"] = {name: _closed(part) for name, part in schema["properties"].items()}
-        inner["additionalProperties"] = schema.get("additionalProperties", False)
+    named = schema.get("properties")
+    if isinstance(named, dict):
+        inner["properties"] = {name: _closed(part) for name, part in named.items()}
+        required = schema.get("required", [])
+        if isinstance(required, list) and all(name in named for name in map(str, required)):
+            inner["additionalProperties"] = schema.get("additionalProperties", False)
     return {**schema, **inner}
 
 
