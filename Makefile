@@ -3,7 +3,8 @@
 # make test-all    every test that is not a long proof
 # make test-due    the verticals and long proofs that are due: what changed since they ran, then the oldest
 # make test-slow   the long proofs; of their tables one row
-# make test-large  the other rows, and models of billions compiled for TPU pods: an hour and more
+# make test-large  the other rows, and models of billions compiled for TPU pods: five hours and more;
+#                  PART=2/10 runs the third of ten parts, in which most tables have a row
 # make costs       what each test of the last `make test` cost
 # make hashes      numbers of a table of features, to be compared after a move: make hashes-compare
 # make lint        ruff, pyright, codespell
@@ -25,6 +26,7 @@ VENV ?= .venv
 JAX ?=
 WORKERS ?= 2
 MINUTES ?= 8
+PART ?= 0/1
 CUDA ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
 
 BIN := $(VENV)/bin
@@ -67,8 +69,8 @@ test-slow: $(HF)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not trains and not large and not accelerator"
 
 test-large: $(HF)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "large and not trains and not accelerator"
-	$(BIN)/python -m pytest -n $(WORKERS) -m "large and trains and not accelerator"
+	$(BIN)/python -m pytest -v -n $(WORKERS) --part $(PART) -m "large and not trains and not accelerator"
+	$(BIN)/python -m pytest -v -n $(WORKERS) --part $(PART) -m "large and trains and not accelerator"
 
 bench: $(HF)
 	$(BIN)/python -m experiments.bench kernels

@@ -6,6 +6,7 @@
     pytest --ring core           the same of the core, and one row of each vertical
     pytest --ring verticals      the other rows of verticals (support/verticals.py)
     pytest --slow                the long proofs as well, of their tables some rows
+    pytest -m large --part 2/10  of the rows that are large, the third of ten parts
     pytest -m slow               any other choice; nothing else is left out then
     pytest --costs FILE          records what each test costs (support/costs.py)
     pytest --regenerate-golden   writes tests/golden anew, to be reviewed as a diff
@@ -19,6 +20,7 @@ rows run, evenly spaced; the others are large (`make test-large`). The suite of 
 To add an exception to "warnings are errors": a line in WARNINGS, with its reason.
 """
 
+import collections
 import gc
 import importlib
 import json
@@ -109,6 +111,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--ring", choices=("core", "verticals"), help="one row of each vertical, or the others"
     )
+    parser.addoption("--part", metavar="K/N", help="part K, from 0, of N of the large rows")
     parser.addoption("--proofs", metavar="FILE", help="write what `make test` leaves out, as JSON")
     parser.addoption("--costs", metavar="FILE", help="record what each test costs, as JSON")
     parser.addoption(
@@ -165,6 +168,8 @@ def pytest_collection_modifyitems(config, items):
             kept = {round(number * apart) for number in range(most)}
             for number in {*range(len(rows))} - kept:
                 rows[number].add_marker("large")
+    if part := config.getoption("--part"):
+        take_part(config, items, part)
     ring = config.getoption("--ring")
     if ring or config.getoption("--proofs"):
         verticals = importlib.import_module("tests.support.verticals")
@@ -177,6 +182,33 @@ def pytest_collection_modifyitems(config, items):
         if ring:
             ids = {item.nodeid for item in outside}
             items[:] = [item for item in items if (item.nodeid in ids) == (ring == "verticals")]
+
+
+def take_part(config: pytest.Config, items: list[pytest.Item], part: str) -> None:
+    """Leave out the large rows of other parts; the rows of a table are dealt out in turn.
+
+    Args:
+        config: Of this run of pytest.
+        items: Tests, of which those that are not large stay.
+        part: Number of the part, from 0, and of parts: `2/10`.
+
+    Raises:
+        UsageError: It is no part.
+    """
+    number, _, most = part.partition("/")
+    if not (number.isdecimal() and most.isdecimal() and int(number) < int(most)):
+        raise pytest.UsageError(f"--part {part} is none: give K/N with K from 0 to N - 1")
+    counts: collections.Counter[str] = collections.Counter()
+    mine, others = [], []
+    for item in items:
+        is_mine = True
+        if item.get_closest_marker("large"):
+            table = item.nodeid.partition("[")[0]
+            counts[table] += 1
+            is_mine = (zlib.crc32(table.encode()) + counts[table]) % int(most) == int(number)
+        (mine if is_mine else others).append(item)
+    items[:] = mine
+    config.hook.pytest_deselected(items=others)
 
 
 def kind_of(item: pytest.Item, is_outside: bool) -> str | None:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.conftest import take_part
 from tests.support import costs, due, rotation, speed
 from tests.support.due import Proof, in_order, next_batch, reason_due
 from tests.support.source_tree import ROOT
@@ -53,6 +54,43 @@ def test_smoke_rows_run_in_the_ring_of_the_core():
     result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     collected = [line for line in result.stdout.splitlines() if line.startswith("tests/")]
     assert sorted({*collected}) == sorted(smoke), result.stdout + result.stderr
+
+
+class _Config:
+    """What `take_part` asks of a run of pytest."""
+
+    def __init__(self):
+        self.hook, self.deselected = self, []
+
+    def pytest_deselected(self, items):
+        self.deselected += items
+
+
+class _Row:
+    """Row of a table of tests."""
+
+    def __init__(self, nodeid, is_large):
+        self.nodeid, self._is_large = nodeid, is_large
+
+    def get_closest_marker(self, name):
+        return name if self._is_large and name == "large" else None
+
+
+def test_parts_of_what_is_large_are_disjoint_and_everything():
+    large = [_Row(f"t.py::{table}[{n}]", True) for table in ("a", "b", "c") for n in range(7)]
+    small = [_Row("t.py::small", False)]
+    parts = []
+    for number in range(3):
+        config, items = _Config(), [*large, *small]
+        take_part(config, items, f"{number}/3")
+        parts.append([row for row in items if row not in small])
+        assert items[-1] is small[0] and {*config.deselected} == {*large} - {*items}
+        for table in ("a", "b", "c"):
+            assert sum(f"::{table}[" in row.nodeid for row in items) in (2, 3)
+    assert sorted(map(id, sum(parts, []))) == sorted(map(id, large))
+    for wrong in ("3/3", "1", "a/b", "-1/3"):
+        with pytest.raises(pytest.UsageError, match=f"--part {wrong} is none"):
+            take_part(_Config(), [], wrong)
 
 
 @pytest.mark.parametrize(
