@@ -38,6 +38,7 @@ from jaxmoe.declarations import Declaration, Deferred
 from jaxmoe.execution import ExecutionConfig
 from sharding.constrain import Placement
 from sharding.products.low_rank import Mix
+from sharding.products.quantized import Packed
 
 Tree = dict[str, Any]
 Losses = dict[str, Float[Array, ""]]
@@ -161,8 +162,12 @@ def rewritten(block: Any, rewrite: Rewrite, part: str, dtype: Any) -> Any:
     def view(variables: Tree) -> Tree:
         params = _name_activations(variables["params"], VIEWING)
         params = rewrite(params, variables.get(VIEW, {}), part)
-        params = _name_activations(params, VIEWED)
-        return {"params": jax.tree.map(lambda leaf: Deferred(leaf, read=read), params), VIEW: {}}
+        params = jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, Packed) else Deferred(leaf, read=read),
+            _name_activations(params, VIEWED),
+            is_leaf=lambda node: isinstance(node, Packed),
+        )
+        return {"params": params, VIEW: {}}
 
     return nn.map_variables(block, ["params", VIEW], trans_in_fn=view)
 
