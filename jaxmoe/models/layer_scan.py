@@ -63,8 +63,8 @@ class Cycle(nn.Module):
                 stream, outputs[name] = layer(stream, inputs[name], tokens)
                 continue
             caches = stream.cache
-            own = dataclasses.replace(stream, cache=caches[name])
-            after, outputs[name] = layer(own, inputs[name], tokens)
+            before = dataclasses.replace(stream, cache=caches[name])
+            after, outputs[name] = layer(before, inputs[name], tokens)
             stream = dataclasses.replace(after, cache=caches | {name: after.cache})
         return stream, outputs
 

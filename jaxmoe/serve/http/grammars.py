@@ -219,11 +219,11 @@ def _closed(schema: Any) -> Any:
     inner = {}
     if isinstance(schema.get("items"), dict):
         inner["items"] = _closed(schema["items"])
-    named = schema.get("properties")
-    if isinstance(named, dict):
-        inner["properties"] = {name: _closed(part) for name, part in named.items()}
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        inner["properties"] = {name: _closed(part) for name, part in properties.items()}
         required = schema.get("required", [])
-        if isinstance(required, list) and all(name in named for name in map(str, required)):
+        if isinstance(required, list) and all(name in properties for name in map(str, required)):
             inner["additionalProperties"] = schema.get("additionalProperties", False)
     return {**schema, **inner}
 
