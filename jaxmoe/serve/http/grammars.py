@@ -153,7 +153,7 @@ class Grammars:
         names = [f"call_{number}" for number in range(len(schemas))]
         for rule, (name, schema) in zip(names, schemas.items(), strict=True):
             before = _literal(spelling.before_arguments(name))
-            schema = {"type": "object", "x-guidance": _CALL_SPACES, **_closed(schema)}
+            schema = {"type": "object", "x-guidance": _CALL_SPACES, **_close(schema)}
             rules.append(f"{rule}: {before} %json {json.dumps(schema)} {_literal(spelling.after)}")
         repeats = f"({_literal(spelling.between)} call)*" if is_parallel else ""
         rules.append(f"call: {' | '.join(names)}")
@@ -209,7 +209,7 @@ class Grammars:
         return library.LLTokenizer(wrapper, n_vocab=len(contents), eos_token=eos)
 
 
-def _closed(schema: Any) -> Any:
+def _close(schema: Any) -> Any:
     """Return a schema whose objects have no properties beside those that it names.
 
     Objects that are composed of several schemas, or need more than they name, stay as they are.
@@ -218,10 +218,10 @@ def _closed(schema: Any) -> Any:
         return schema
     inner = {}
     if isinstance(schema.get("items"), dict):
-        inner["items"] = _closed(schema["items"])
+        inner["items"] = _close(schema["items"])
     properties = schema.get("properties")
     if isinstance(properties, dict):
-        inner["properties"] = {name: _closed(part) for name, part in properties.items()}
+        inner["properties"] = {name: _close(part) for name, part in properties.items()}
         required = schema.get("required", [])
         if isinstance(required, list) and all(name in properties for name in map(str, required)):
             inner["additionalProperties"] = schema.get("additionalProperties", False)
