@@ -254,8 +254,8 @@ def _stacked(jaxpr, length):
     for equation in jaxpr.eqns:
         is_loop = equation.primitive.name == "scan" and equation.params["length"] == length
         if is_loop and not equation.params["reverse"]:
-            for variable in equation.outvars[equation.params["num_carry"] :]:
-                yield variable.aval
+            arrays = [variable.aval for variable in equation.outvars]
+            yield from (array for array in arrays if array.shape[:1] == (length,))
         for inner in jaxprs_in_params(equation.params):
             yield from _stacked(inner, length)
 
