@@ -3,7 +3,7 @@
 # make test-all    every test that is not a long proof
 # make test-due    the verticals and long proofs that are due: what changed since they ran, then the oldest
 # make test-slow   the long proofs; of their tables one row
-# make test-large  the other rows, and models of billions compiled for TPU pods: five hours and more;
+# make test-large  the other rows, and models of billions compiled for TPU pods: about four hours;
 #                  PART=2/10 runs the third of ten parts, in which most tables have a row
 # make costs       what each test of the last `make test` cost
 # make hashes      numbers of a table of features, to be compared after a move: make hashes-compare
