@@ -288,6 +288,16 @@ class _PeerProcess:
 
     def __init__(self, config: StepBenchConfig):
         self._place = tempfile.TemporaryDirectory()
+        try:
+            self._side = self._start(config)
+        except BaseException:
+            self._place.cleanup()
+            raise
+        self.facts = self._side.facts
+        self.ask = self._side.ask
+        self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
+
+    def _start(self, config: StepBenchConfig) -> SideProcess:
         to_huggingface(
             config.model,
             _initial_state(config.model).params,
@@ -301,20 +311,13 @@ class _PeerProcess:
             "length": config.sequence_length,
             "learning_rate": _LEARNING_RATE,
         }
-        try:
-            self._side = SideProcess(
-                "experiments.bench.peer",
-                settings,
-                python=config.peer_python,
-                needs="Install the extra hf (Python 3.11), or give --peer none",
-                name="the peer (transformers)",
-            )
-        except ValueError:
-            self._place.cleanup()
-            raise
-        self.facts = self._side.facts
-        self.ask = self._side.ask
-        self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
+        return SideProcess(
+            "experiments.bench.peer",
+            settings,
+            python=config.peer_python,
+            needs="Install the extra hf (Python 3.11), or give --peer none",
+            name="the peer (transformers)",
+        )
 
     def step(self, dtype: str) -> float:
         """Return the seconds of one step in a precision."""
