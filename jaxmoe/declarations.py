@@ -147,6 +147,15 @@ class Declaration:
         """Whether the layer computes with the parameter in its own dtype, as routers do."""
         return self.role in _OWN_DTYPE_ROLES
 
+    def as_used(self, value: Array, dtype: Any) -> Array:
+        """Return a value in the dtype that the layer computes with.
+
+        Args:
+            value: The parameter, or one of its layers.
+            dtype: Dtype of matrices in products; routers and gains keep theirs.
+        """
+        return value if self.is_used_as_stored or value.ndim < 2 else value.astype(dtype)
+
 
 @struct.dataclass
 class Declared(nn.meta.AxisMetadata[Any]):

@@ -52,8 +52,7 @@ def gather_once(params: Tree, declarations: Tree, execution: ExecutionConfig) ->
     placement = Placement(rules)
 
     def gather(leaf: Array, declaration: Declaration) -> Array:
-        leaf_used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
-        return placement.place(leaf_used, declaration.axes)
+        return placement.place(declaration.as_used(leaf, dtype), declaration.axes)
 
     return jax.tree.map(gather, params, declarations)
 
@@ -103,8 +102,8 @@ def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module
     def gather(leaf: Array | Packed, declaration: Declaration) -> Any:
         if isinstance(leaf, Packed):
             return jax.tree.map(lambda part: gather_along(part, ax.REPLICA), leaf)
-        leaf_used = leaf if declaration.is_used_as_stored else _as_used(leaf, dtype)
-        return checkpoint_name(gather_along(leaf_used, ax.REPLICA), SECONDARY)
+        leaf = declaration.as_used(leaf, dtype)
+        return checkpoint_name(gather_along(leaf, ax.REPLICA), SECONDARY)
 
     return nn.map_variables(
         block,
@@ -115,10 +114,6 @@ def gather_across_replicas(block: type[nn.Module], dtype: Any) -> type[nn.Module
             is_leaf=lambda node: isinstance(node, Packed),
         ),
     )
-
-
-def _as_used(leaf: Array, dtype: Any) -> Array:
-    return leaf.astype(dtype) if leaf.ndim > 1 else leaf
 
 
 @jax.custom_vjp

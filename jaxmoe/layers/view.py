@@ -154,10 +154,9 @@ def rewritten(block: Any, rewrite: Rewrite, part: str, dtype: Any) -> Any:
     """
 
     def read(leaf: Array, declaration: Declaration) -> Array:
-        is_copied = declaration.role != "adapter" and not declaration.is_used_as_stored
-        if not is_copied or leaf.ndim < 2 or leaf.dtype == dtype:
+        if declaration.role == "adapter":
             return leaf
-        return checkpoint_name(checkpoint_name(leaf, VIEWING).astype(dtype), VIEWED)
+        return checkpoint_name(declaration.as_used(checkpoint_name(leaf, VIEWING), dtype), VIEWED)
 
     def view(variables: Tree) -> Tree:
         params = _name_activations(variables["params"], VIEWING)
