@@ -12,6 +12,7 @@ anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import tempfile
@@ -287,12 +288,10 @@ class _PeerProcess:
     """
 
     def __init__(self, config: StepBenchConfig):
-        self._place = tempfile.TemporaryDirectory()
-        try:
+        with contextlib.ExitStack() as stack:
+            self._place = stack.enter_context(tempfile.TemporaryDirectory())
             self._side = self._start(config)
-        except BaseException:
-            self._place.cleanup()
-            raise
+            self._stack = stack.pop_all()
         self.facts = self._side.facts
         self.ask = self._side.ask
         self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
@@ -301,12 +300,12 @@ class _PeerProcess:
         to_huggingface(
             config.model,
             _initial_state(config.model).params,
-            f"{self._place.name}/model",
+            f"{self._place}/model",
             family="olmoe",
             max_length=config.sequence_length,
         )
         settings = {
-            "model": f"{self._place.name}/model",
+            "model": f"{self._place}/model",
             "batch": config.batch_size,
             "length": config.sequence_length,
             "learning_rate": _LEARNING_RATE,
@@ -328,7 +327,7 @@ class _PeerProcess:
     def close(self) -> None:
         """Stop the process."""
         self._side.close()
-        self._place.cleanup()
+        self._stack.close()
 
 
 def _parts(
