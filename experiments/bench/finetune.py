@@ -18,6 +18,7 @@ import numpy as np
 
 from experiments.bench.side import sides_in_turns
 from experiments.bench.step import TrainingBenchConfig
+from experiments.bench.training_data import write_training_data
 from jaxmoe.adapters import LoraConfig, TargetsConfig
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.checkpoint.huggingface.peft import write_peft
@@ -96,7 +97,7 @@ def in_words(summary: dict[str, Any]) -> str:
 
 
 def _write_files(config: FinetuneBenchConfig, place: str) -> None:
-    """Write the model and an adapter with random factors, B included."""
+    """Write the model, an adapter with random factors, B included, and the batches."""
     params = init_params(config.model, jax.random.key(0))
     rng = np.random.default_rng(0)
     to_huggingface(
@@ -106,6 +107,8 @@ def _write_files(config: FinetuneBenchConfig, place: str) -> None:
         family="olmoe",
         max_length=config.sequence_length,
     )
+    steps = config.warm_up + config.rounds
+    write_training_data(f"{place}/data.npy", steps, config.batch_size, config.sequence_length)
     model = dataclasses.replace(config.model, adapter=config.adapter)
     factors = {}
     for row in parameter_table(model):
@@ -120,8 +123,7 @@ def _given(config: FinetuneBenchConfig, place: str) -> dict[str, Any]:
     return {
         "model": f"{place}/model",
         "adapter": f"{place}/adapter",
-        "batch": config.batch_size,
-        "length": config.sequence_length,
+        "data": f"{place}/data.npy",
         "learning_rate": config.learning_rate,
         "unroll": config.unroll,
     }

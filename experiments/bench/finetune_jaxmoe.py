@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from flax import traverse_util
 
-from experiments.bench.peer import training_data
 from experiments.bench.side import answer_requests
+from experiments.bench.training_data import TrainingData
 from jaxmoe.checkpoint import from_huggingface
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
 from jaxmoe.execution import ExecutionConfig
@@ -36,7 +36,7 @@ class OurSide:
         execution = ExecutionConfig(unroll=settings["unroll"])
         params = traverse_util.unflatten_dict(flat, sep="/")
         self._state = state_around(model, optimizer, execution, params, jax.random.key(0))
-        self._data = training_data(settings["batch"], settings["length"])
+        self._data = TrainingData(settings["data"])
         step = make_train_step(model, optimizer, execution=execution, table=table)
         self._step = step.lower(self._state, self._data.batch(0)).compile()
         self.facts = {"trained": sum(row.size for row in table.trained_rows)}

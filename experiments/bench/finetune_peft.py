@@ -7,8 +7,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from experiments.bench.peer import training_data
 from experiments.bench.side import answer_requests
+from experiments.bench.training_data import TrainingData
 from jaxmoe.optional import require
 
 
@@ -33,7 +33,7 @@ class PeftSide:
         self._optimizer = self._torch.optim.AdamW(
             self._trained, lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0
         )
-        self._data = training_data(settings["batch"], settings["length"])
+        self._data = TrainingData(settings["data"])
         self.facts = {"trained": sum(p.numel() for p in self._trained)}
 
     def step(self, number: int) -> tuple[float, float]:

@@ -21,14 +21,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from experiments.bench.training_data import TrainingData
 from experiments.cli.process import keep_freed_memory
-from jaxmoe.data import CorpusConfig, Loader
 from jaxmoe.optional import require
-
-
-def training_data(batch: int, length: int) -> Loader:
-    """Return the embedded corpus, the same batches for both sides."""
-    return Loader(CorpusConfig().build(), batch_size=batch, sequence_length=length, seed=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +32,7 @@ class _Training:
 
     model: Any
     optimizer: Any
-    data: Loader
+    data: TrainingData
     steps: Iterator[int]
     """Numbers of the steps to come."""
 
@@ -46,7 +41,7 @@ class Peer:
     """Model, optimiser and data of the peer.
 
     Args:
-        settings: Directory of the model (`model`), `batch`, `length` and `learning_rate`.
+        settings: Directory of the model (`model`), file of the batches (`data`), `learning_rate`.
     """
 
     def __init__(self, settings: dict[str, Any]):
@@ -110,7 +105,7 @@ class Peer:
                 betas=(0.9, 0.95),
                 weight_decay=0.1,
             )
-            data = training_data(self._given["batch"], self._given["length"])
+            data = TrainingData(self._given["data"])
             self._trainings[dtype] = _Training(model, optimizer, data, itertools.count())
         return self._trainings[dtype]
 

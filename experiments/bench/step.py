@@ -27,8 +27,8 @@ import numpy as np
 import optax
 
 from experiments.bench.measure import Timing, in_turns, matmul_rate, time_call, with_gradients
-from experiments.bench.peer import training_data
 from experiments.bench.side import SideProcess
+from experiments.bench.training_data import TrainingData, write_training_data
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig
@@ -150,10 +150,16 @@ def bench_step(config: StepBenchConfig) -> dict[str, Any]:
     assert moe is not None
     tokens = config.batch_size * config.sequence_length
     flops = flops_per_token(model, parameter_table(model), config.sequence_length) * tokens
-    # First, so that a peer that does not start is reported before the compile.
-    peer = _PeerProcess(config) if config.peer != "none" else None
-    try:
-        ours = {dtype: _OurStep(config, dtype) for dtype in config.precisions}
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory())
+        steps = config.warm_up + config.rounds
+        write_training_data(f"{place}/data.npy", steps, config.batch_size, config.sequence_length)
+        # First, so that a peer that does not start is reported before the compile.
+        peer = _PeerProcess(config, place) if config.peer != "none" else None
+        if peer is not None:
+            stack.callback(peer.close)
+        data = TrainingData(f"{place}/data.npy")
+        ours = {dtype: _OurStep(config, dtype, data) for dtype in config.precisions}
         rates = {dtype: matmul_rate(jnp.dtype(dtype)) for dtype in config.precisions}
         candidates: dict[str, Callable[[], float]] = {}
         facts: dict[str, Any] = {} if peer is None else dict(peer.facts)
@@ -168,9 +174,6 @@ def bench_step(config: StepBenchConfig) -> dict[str, Any]:
         timings = in_turns(
             candidates, rounds=config.rounds, warm_up=config.warm_up, share=config.share
         )
-    finally:
-        if peer is not None:
-            peer.close()
     losses = {f"jaxmoe {dtype}": mine.losses for dtype, mine in ours.items()}
     if peer is not None:
         losses |= {
@@ -247,10 +250,10 @@ def _initial_state(model: ModelConfig) -> TrainState:
 
 
 class _OurStep:
-    """Training step of this library on fresh random tokens."""
+    """Training step of this library."""
 
-    def __init__(self, config: StepBenchConfig, compute: DtypeName):
-        self._data = training_data(config.batch_size, config.sequence_length)
+    def __init__(self, config: StepBenchConfig, compute: DtypeName, data: TrainingData):
+        self._data = data
         self._steps = itertools.count()
         precision = dataclasses.replace(config.execution.precision, compute=compute)
         self.execution = dataclasses.replace(config.execution, precision=precision)
@@ -282,41 +285,38 @@ class _OurStep:
 class _PeerProcess:
     """The peer in its own process, with our initial parameters.
 
+    Args:
+        config: Sizes.
+        place: Directory with the batches, where the model is written.
+
     Raises:
         ValueError: It does not start.
         CheckpointError: The model is not the peer's.
     """
 
-    def __init__(self, config: StepBenchConfig):
-        with contextlib.ExitStack() as stack:
-            self._place = stack.enter_context(tempfile.TemporaryDirectory())
-            self._side = self._start(config)
-            self._stack = stack.pop_all()
-        self.facts = self._side.facts
-        self.ask = self._side.ask
-        self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
-
-    def _start(self, config: StepBenchConfig) -> SideProcess:
+    def __init__(self, config: StepBenchConfig, place: str):
         to_huggingface(
             config.model,
             _initial_state(config.model).params,
-            f"{self._place}/model",
+            f"{place}/model",
             family="olmoe",
             max_length=config.sequence_length,
         )
         settings = {
-            "model": f"{self._place}/model",
-            "batch": config.batch_size,
-            "length": config.sequence_length,
+            "model": f"{place}/model",
+            "data": f"{place}/data.npy",
             "learning_rate": _LEARNING_RATE,
         }
-        return SideProcess(
+        self._side = SideProcess(
             "experiments.bench.peer",
             settings,
             python=config.peer_python,
             needs="Install the extra hf (Python 3.11), or give --peer none",
             name="the peer (transformers)",
         )
+        self.facts = self._side.facts
+        self.ask = self._side.ask
+        self.losses: dict[str, list[float]] = {dtype: [] for dtype in config.precisions}
 
     def step(self, dtype: str) -> float:
         """Return the seconds of one step in a precision."""
@@ -327,7 +327,6 @@ class _PeerProcess:
     def close(self) -> None:
         """Stop the process."""
         self._side.close()
-        self._stack.close()
 
 
 def _parts(

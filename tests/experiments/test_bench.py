@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 
+import chex
 import pytest
 
 from experiments.bench import __main__ as bench
@@ -18,6 +19,8 @@ from experiments.bench.accelerator.attention import AttentionCase
 from experiments.bench.kernels import loads
 from experiments.bench.measure import OtherLoad, describe_load
 from experiments.bench.serving.idle import idle_seconds
+from experiments.bench.training_data import TrainingData, write_training_data
+from jaxmoe.data import CorpusConfig, Loader
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from pallas_kernels import flash_attention
 
@@ -134,6 +137,17 @@ def _summary(tmp_path, *arguments):
     code = bench.main([*arguments, "--run.directory", str(tmp_path / "run")])
     assert code == 0
     return json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+def test_sides_read_the_batches_of_the_embedded_corpus(tmp_path):
+    """Whatever Python a side has, and whatever its library is."""
+    path = str(tmp_path / "data.npy")
+    write_training_data(path, 3, 2, 8)
+    loader = Loader(CorpusConfig().build(), batch_size=2, sequence_length=8, seed=0)
+    data = TrainingData(path)
+    for step in range(3):
+        chex.assert_trees_all_equal_shapes_and_dtypes(data.batch(step), loader.batch(step))
+        chex.assert_trees_all_equal(data.batch(step), loader.batch(step))
 
 
 @pytest.mark.slow
