@@ -253,8 +253,9 @@ class Instance:
         self.flying = [flying for flying in self.flying if flying is not step]
         events: list[Event] = []
         sequences = self.queues.sequences
-        for work in step.works:
-            if self.facts.steps_ahead and work.id not in sequences:
+        steps_ahead = self.facts.steps_ahead
+        for work in (*step.singles, *step.pieces):
+            if steps_ahead and work.id not in sequences:
                 continue  # its answer has ended with the token before
             sequence = sequences[work.id]
             sequence.last_step = now
