@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.bench.peer import write_training_data
 from experiments.bench.side import sides_in_turns
 from experiments.bench.step import TrainingBenchConfig
-from experiments.bench.training_data import write_training_data
 from jaxmoe.adapters import LoraConfig, TargetsConfig
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.checkpoint.huggingface.peft import write_peft

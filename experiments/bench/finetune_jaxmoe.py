@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from flax import traverse_util
 
+from experiments.bench.peer import TrainingData
 from experiments.bench.side import answer_requests
-from experiments.bench.training_data import TrainingData
 from jaxmoe.checkpoint import from_huggingface
 from jaxmoe.checkpoint.huggingface.peft_import import read_peft
 from jaxmoe.execution import ExecutionConfig

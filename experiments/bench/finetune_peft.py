@@ -7,8 +7,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from experiments.bench.peer import TrainingData
 from experiments.bench.side import answer_requests
-from experiments.bench.training_data import TrainingData
 from jaxmoe.optional import require
 
 

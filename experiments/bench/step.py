@@ -27,8 +27,8 @@ import numpy as np
 import optax
 
 from experiments.bench.measure import Timing, in_turns, matmul_rate, time_call, with_gradients
+from experiments.bench.peer import TrainingData, write_training_data
 from experiments.bench.side import SideProcess
-from experiments.bench.training_data import TrainingData, write_training_data
 from jaxmoe.checkpoint.huggingface import to_huggingface
 from jaxmoe.data.batch import Batch
 from jaxmoe.execution import ExecutionConfig

@@ -18,8 +18,8 @@ from experiments.bench import products as bench_products
 from experiments.bench.accelerator.attention import AttentionCase
 from experiments.bench.kernels import loads
 from experiments.bench.measure import OtherLoad, describe_load
+from experiments.bench.peer import TrainingData, write_training_data
 from experiments.bench.serving.idle import idle_seconds
-from experiments.bench.training_data import TrainingData, write_training_data
 from jaxmoe.data import CorpusConfig, Loader
 from jaxmoe.routing import METHODS, GroupLimitConfig, SoftmaxTopKConfig
 from pallas_kernels import flash_attention
