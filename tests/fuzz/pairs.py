@@ -112,7 +112,15 @@ MESHES: tuple[Fields, ...] = (
 CHOICES: Mapping[str, tuple[Fields, ...]] = {
     "mesh": MESHES,
     "rules": tuple({"execution.rules": name} for name in STATE_LAYOUTS),
-    "dispatcher": _members("execution.dispatcher", "dispatcher"),
+    "dispatcher": (
+        *_members("execution.dispatcher", "dispatcher"),
+        {"execution.dispatcher": choice("dispatcher", "all_to_all")(experts_keep="inputs")},
+        {
+            "execution.dispatcher": choice("dispatcher", "all_to_all_dropping")(
+                experts_keep="inputs"
+            )
+        },
+    ),
     "pipeline": (
         {"execution.pipeline": choice("pipeline", "gpipe")()},
         {"execution.pipeline": choice("pipeline", "interleaved")(chunks=2)},
