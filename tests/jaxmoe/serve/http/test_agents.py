@@ -83,7 +83,7 @@ def test_an_agent_calls_a_tool_and_answers(kind, is_streamed):
                 parallel_tool_calls=False,
                 max_tokens=400,
                 temperature=1.0,
-                extra_body={"seed": 3},
+                extra_body={"seed": 3, "min_tokens": 8},
             ),
         )
         if is_streamed:
