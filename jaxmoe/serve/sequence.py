@@ -263,8 +263,8 @@ class SequencePages:
         size = self.pool.page_size
         if end > len(sequence.pages) * size:
             self.grow(sequence, end)
-        for number in range(start // size, (end - 1) // size + 1):
-            if not self.pool.is_writable(sequence.pages[number]):
+        for page in sequence.pages[start // size : (end - 1) // size + 1]:
+            if not self.pool.is_writable(page):
                 raise AssertionError(
                     f"sequence {sequence.id} would write to a shared or named page"
                 )

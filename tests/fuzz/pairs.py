@@ -114,12 +114,10 @@ CHOICES: Mapping[str, tuple[Fields, ...]] = {
     "rules": tuple({"execution.rules": name} for name in STATE_LAYOUTS),
     "dispatcher": (
         *_members("execution.dispatcher", "dispatcher"),
-        {"execution.dispatcher": choice("dispatcher", "all_to_all")(experts_keep="inputs")},
-        {
-            "execution.dispatcher": choice("dispatcher", "all_to_all_dropping")(
-                experts_keep="inputs"
-            )
-        },
+        *(
+            {"execution.dispatcher": choice("dispatcher", name)(experts_keep="inputs")}
+            for name in ("all_to_all", "all_to_all_dropping")
+        ),
     ),
     "pipeline": (
         {"execution.pipeline": choice("pipeline", "gpipe")()},

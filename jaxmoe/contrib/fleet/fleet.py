@@ -236,19 +236,15 @@ class Fleet:
             New tokens and ended streams.
         """
         instance = self.instances[number]
-        live = instance.queues.running.copy()  # the others of the step are there if it is foreseen
-        if step.is_foreseen:
-            sequences = instance.queues.sequences
-            live = {id_: sequences[id_] for id_ in results if id_ in sequences}
-        drawn: list[int] = []
-        if self._targets:
-            drawn = [work.id for work in step.works if work.draws and work.id in results]
+        sequences = instance.queues.sequences
+        live = {id_: sequences[id_] for id_ in results if id_ in sequences}
+        drawn = [work.id for work in step.works if work.draws and work.id in results]
         events = self._note(instance.apply(step, results, now))
         for event in events:
             if isinstance(event, End) and event.reason in ("stop", "length"):
                 if not self._dispatcher.keeps(live[event.id], instance.view(now)):
                     instance.pool.demote(live[event.id].names())
-        for id_ in drawn:
+        for id_ in drawn if self._targets else ():
             if id_ in self._targets and id_ in instance.queues.running:
                 self.move(Move(id_, number, self._targets.pop(id_)), is_live=False)
                 if id_ not in self._moves:

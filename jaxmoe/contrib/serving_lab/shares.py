@@ -140,16 +140,11 @@ class LanesInstance(LayersInstance):
         # nor the table.
         sequence = self.queues.running[id_]
         start = sequence.computed
-        pages = sequence.pages
-        number = start // self.facts.page_size
-        if number >= len(pages) or not self.pool.is_writable(pages[number]):
-            self.tables.cover(sequence, start, start + 1)
+        self.tables.cover(sequence, start, start + 1)
         sequence.is_busy = True
-        num_tokens = len(sequence.tokens)
-        index = num_tokens - sequence.num_prompt
-        return Work(
-            id_, _NO_TOKEN, start, (), start + 1 == num_tokens, index, sequence.request.sampling
-        )
+        draws = start + 1 == len(sequence.tokens)
+        sampling = sequence.request.sampling
+        return Work(id_, _NO_TOKEN, start, (), draws, sequence.num_written, sampling)
 
     def _take_over(
         self, sequence: Sequence, work: Work, result: Any, now: float

@@ -209,7 +209,7 @@ def _recording(name):
 
 
 class Recorder(RunPart):
-    """A part that does nothing but note what it is asked, and records steps."""
+    """A part and a recorder of steps that only notes what it is asked."""
 
     def __init__(self):
         self.calls = []

@@ -257,9 +257,7 @@ class Roofline:
         """Yield the operations of a step, and whether they are those of the experts."""
         sizes = self.sizes
         last = self.sizes.num_layers
-        inner: set[int] = set()
-        if any([part.layers for part in parts]):
-            inner = {border for part in parts if part.layers for border in part.layers}
+        inner = {border for part in parts if part.layers for border in part.layers}
         borders = sorted({0, last, *inner})
         if not inner and parts:
             yield from self._layers(parts, 1.0)
