@@ -7,6 +7,7 @@
     tools           functions, described without the level `function`
     text.format     response_format
 
+Fields of the sampling, of vLLM's among them, are those of a conversation.
 Nothing is stored: a request brings all its turns.
 """
 
@@ -22,12 +23,15 @@ from jaxmoe.serve.http.fields import BodyFields
 from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.http.table import honoured_fields, honoured_names
 
-_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed")
-"""Fields that a conversation has too."""
+_SAME = tuple(
+    name for name in honoured_names("responses") if name in honoured_names("chat/completions")
+)
+"""Fields that a conversation has too; `tools` and `tool_choice` are written in another way."""
 _PARAMS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
+    "verbosity": "text",
     "reasoning_effort": "reasoning",
 }
 """Fields of the conversation, and where a request of this route has them."""
@@ -74,6 +78,7 @@ def read_response(body: Any, served: Served) -> tuple[Asked, ResponseEcho]:
         "tools": _tools(fields.any("tools")),
         "tool_choice": _tool_choice(fields.any("tool_choice")),
         "response_format": _response_format(_member(fields, "text", "format")),
+        "verbosity": _member(fields, "text", "verbosity"),
         "reasoning_effort": _member(fields, "reasoning", "effort"),
     }
     try:

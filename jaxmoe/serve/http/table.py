@@ -28,7 +28,10 @@ TEXT: tuple[RouteName, ...] = ("completions",)
 TALK: tuple[RouteName, ...] = ("chat/completions",)
 RESPONSES: tuple[RouteName, ...] = ("responses",)
 EMBEDDINGS: tuple[RouteName, ...] = ("embeddings",)
-ROUTES = (*BOTH, *RESPONSES, *EMBEDDINGS)
+CONVERSATIONS: tuple[RouteName, ...] = (*TALK, *RESPONSES)
+DRAWN: tuple[RouteName, ...] = (*BOTH, *RESPONSES)
+"""Routes whose answers are drawn, token by token."""
+ROUTES = (*DRAWN, *EMBEDDINGS)
 _MOST_WARNINGS = 100
 """Unknown fields that the log names."""
 
@@ -56,13 +59,13 @@ def _ignore(routes: tuple[RouteName, ...], **texts: str) -> tuple[RequestField, 
 
 
 def _refuse(
-    name: str, text: str, *neutral: Any, routes: tuple[RouteName, ...] = BOTH
+    name: str, text: str, *neutral: Any, routes: tuple[RouteName, ...] = DRAWN
 ) -> RequestField:
     return RequestField(name, routes, "refused", text, neutral)
 
 
 FIELDS: tuple[RequestField, ...] = (
-    *_honour(BOTH, model="the model, or `MODEL:ADAPTER`"),
+    *_honour(DRAWN, model="the model, or `MODEL:ADAPTER`"),
     *_honour(
         TEXT,
         prompt="a text, token ids, or a list of either",
@@ -78,24 +81,51 @@ FIELDS: tuple[RequestField, ...] = (
         tool_choice="`none` leaves the tools out of the prompt, `auto`, `allowed_tools`; `required`"
         " and a named"
         " function follow a grammar of calls",
-        parallel_tool_calls="false takes one call of an answer, the first",
-        include_reasoning="false leaves `reasoning_content` out",
         add_generation_prompt="true begins the turn of the answer, which is the default",
         continue_final_message="the answer continues the content of the last message",
-        chat_template_kwargs="variables of the chat template of a tokenizer; `chatml` and `plain`"
-        " have none",
         reasoning_effort="a variable of the chat template",
         max_completion_tokens="wins over `max_tokens`",
+    ),
+    *_honour(
+        RESPONSES,
+        input="a text, or items: messages, `function_call`, `function_call_output`; `reasoning` of"
+        " earlier turns is left out",
+        instructions="a message of the system before the others",
+        tools="functions, with the fields of `function` of a conversation beside `type`",
+        tool_choice="`none`, `auto`, `required`, a function by its name, or `allowed_tools`",
+        text="`format` is the `response_format` of a conversation, `verbosity` its `verbosity`",
+        reasoning="`effort` is a variable of the chat template",
+        max_output_tokens="tokens of the answer at most, clipped to the room",
+        stream="events `response.*`",
+    ),
+    *_honour(
+        CONVERSATIONS,
+        parallel_tool_calls="false takes one call of an answer, the first",
+        include_reasoning="false leaves the reasoning out of the answer",
+        chat_template_kwargs="variables of the chat template of a tokenizer; `chatml` and `plain`"
+        " have none",
     ),
     *_honour(
         BOTH,
         max_tokens="tokens of the answer at most, clipped to the room that the prompt leaves; 0 in"
         " completions sends none",
         n="answers of each prompt",
-        stop="up to 16 strings that end an answer",
-        seed="answer i has seed + i; a random one without it",
         stream="parts of the answer as events",
         stream_options="`include_usage`, `continuous_usage_stats`",
+        response_format="`text`, `json_object` (with a `schema` or without), or `json_schema`",
+        prompt_logprobs="log-probability and rank of each token of the prompt, as vLLM writes them;"
+        " none of its pages are taken from others",
+        logprobs="log-probabilities of the tokens under the model",
+        return_token_ids="a choice has `token_ids`, and `prompt_token_ids` (in a stream with its"
+        " first chunk)",
+        return_routed_experts="a choice has `routed_experts` `[tokens, layers, K]`; needs"
+        " `--engine.has_experts True`",
+    ),
+    *_honour(TALK, top_logprobs="most likely tokens, with `logprobs`"),
+    *_honour(
+        DRAWN,
+        stop="up to 16 strings that end an answer",
+        seed="answer i has seed + i; a random one without it",
         temperature="0 takes the most likely token",
         top_p="filter of the sampling",
         top_k="filter of the sampling; 0 or -1 for all tokens",
@@ -108,28 +138,17 @@ FIELDS: tuple[RequestField, ...] = (
         stop_token_ids="ids that end an answer, beside those of the model",
         ignore_eos="the answer goes on behind the ids and marks that end a text",
         include_stop_str_in_output="the text keeps the stop string or id that ends it",
-        response_format="`text`, `json_object` (with a `schema` or without), or `json_schema`",
         guided_json="a JSON schema that the answer follows",
         guided_regex="a regular expression that the whole answer matches",
         guided_choice="texts of which the answer is one",
-        structured_outputs="one of `json`, `regex`, `choice`, `json_object`: as the four above",
-        prompt_logprobs="log-probability and rank of each token of the prompt, as vLLM writes them;"
-        " none of its pages are taken from others",
-        logprobs="log-probabilities of the tokens under the model",
-    ),
-    *_honour(TALK, top_logprobs="most likely tokens, with `logprobs`"),
-    *_honour(
-        BOTH,
+        structured_outputs="one of `json`, `regex`, `choice`, `json_object`: as `guided_json` and"
+        " the others, or any object",
         user="names the session of the request, for policies",
         priority="larger numbers are served first; above 0 with a key or `--has_priority True`",
         cache_salt="requests share pages with those of the same salt alone",
-        return_token_ids="a choice has `token_ids`, and `prompt_token_ids` (in a stream with its"
-        " first chunk)",
-        return_routed_experts="a choice has `routed_experts` `[tokens, layers, K]`; needs"
-        " `--engine.has_experts True`",
     ),
     *_ignore(
-        BOTH,
+        DRAWN,
         service_tier="there is one tier",
         metadata="nothing is stored",
         store="nothing is stored",
@@ -145,6 +164,11 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     *_ignore(TEXT, parallel_tool_calls="a text calls no tools"),
     *_ignore(TALK, prediction="it makes an answer faster, and changes none"),
+    *_ignore(
+        RESPONSES,
+        stream_options="events have no padding",
+        access_programs="there are no programs",
+    ),
     _refuse("allowed_token_ids", "every token may be drawn", []),
     _refuse("bad_words", "every token may be drawn", []),
     _refuse("logits_processors", "code of a client is not run", []),
@@ -152,55 +176,41 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("truncate_prompt_tokens", "a prompt is taken whole: shorten it"),
     _refuse("prompt_embeds", "a prompt is text or token ids"),
     _refuse("skip_special_tokens", "special tokens are not shown", True),
-    _refuse("return_tokens_as_token_ids", "use return_token_ids", False),
+    _refuse("return_tokens_as_token_ids", "use return_token_ids", False, routes=BOTH),
     _refuse("guided_grammar", "use guided_regex or guided_json", ""),
     _refuse("vllm_xargs", "there are no extensions of the sampling", {}),
     _refuse("kv_transfer_params", "pages of other servers are not read", {}),
-    _refuse("echo", "the answer to a conversation is a message", False, routes=TALK),
+    _refuse("echo", "the answer to a conversation is a message", False, routes=CONVERSATIONS),
     _refuse("best_of", "ask for n answers and choose", 1, routes=TEXT),
     _refuse("suffix", "nothing is written between two texts", "", routes=TEXT),
     _refuse("add_special_tokens", "the tokenizer decides what begins a prompt", True, routes=TEXT),
-    _refuse("add_special_tokens", "the template writes all special tokens", False, routes=TALK),
-    _refuse("chat_template", "templates of clients are not run: see --template", routes=TALK),
-    _refuse("documents", "templates have no documents", [], routes=TALK),
-    _refuse("mm_processor_kwargs", "models here read text alone", {}, routes=TALK),
-    _refuse("audio", "models here write text alone", routes=TALK),
-    _refuse("modalities", "models here write text alone", ["text"], routes=TALK),
-    _refuse("functions", "use tools", [], routes=TALK),
-    _refuse("function_call", "use tool_choice", "none", "auto", routes=TALK),
-    _refuse("verbosity", "how much a model writes is not set", "medium", routes=TALK),
-    _refuse("web_search_options", "nothing is searched", routes=TALK),
-    *_honour(
-        RESPONSES,
-        model="the model, or `MODEL:ADAPTER`",
-        input="a text, or items: messages, `function_call`, `function_call_output`; `reasoning` of"
-        " earlier turns is left out",
-        instructions="a message of the system before the others",
-        max_output_tokens="tokens of the answer at most, clipped to the room",
-        temperature="0 takes the most likely token",
-        top_p="filter of the sampling",
-        seed="as in a conversation",
-        user="names the session of the request, for policies",
-        stream="events `response.*`",
-        tools="functions, with the fields of `function` of a conversation beside `type`",
-        tool_choice="`none`, `auto`, `required`, a function by its name, or `allowed_tools`",
-        parallel_tool_calls="false takes one call of an answer, the first",
-        text="`format` is the `response_format` of a conversation",
-        reasoning="`effort` is a variable of the chat template",
+    _refuse(
+        "add_special_tokens", "the template writes all special tokens", False, routes=CONVERSATIONS
     ),
-    *_ignore(
-        RESPONSES,
-        service_tier="there is one tier",
-        metadata="nothing is stored",
-        store="nothing is stored",
-        prompt_cache_key="equal beginnings are shared without a key",
-        prompt_cache_retention="the pool decides",
-        prompt_cache_options="the pool decides",
-        safety_identifier="no user is reported",
-        moderation="nothing is moderated",
-        stream_options="events have no padding",
-        access_programs="there are no programs",
+    _refuse(
+        "chat_template", "templates of clients are not run: see --template", routes=CONVERSATIONS
     ),
+    _refuse("documents", "templates have no documents", [], routes=CONVERSATIONS),
+    _refuse("mm_processor_kwargs", "models here read text alone", {}, routes=CONVERSATIONS),
+    _refuse("audio", "models here write text alone", routes=CONVERSATIONS),
+    _refuse("modalities", "models here write text alone", ["text"], routes=CONVERSATIONS),
+    _refuse("functions", "use tools", [], routes=CONVERSATIONS),
+    _refuse("function_call", "use tool_choice", "none", "auto", routes=CONVERSATIONS),
+    _refuse("verbosity", "how much a model writes is not set", "medium", routes=CONVERSATIONS),
+    _refuse("web_search_options", "nothing is searched", routes=CONVERSATIONS),
+    _refuse("max_tokens", "use max_output_tokens", routes=RESPONSES),
+    _refuse("max_completion_tokens", "use max_output_tokens", routes=RESPONSES),
+    _refuse("n", "a response is one answer: send several requests", 1, routes=RESPONSES),
+    _refuse("response_format", "use text.format", {"type": "text"}, routes=RESPONSES),
+    _refuse("reasoning_effort", "use reasoning.effort", routes=RESPONSES),
+    _refuse("add_generation_prompt", "use /v1/chat/completions", True, routes=RESPONSES),
+    _refuse("continue_final_message", "use /v1/chat/completions", False, routes=RESPONSES),
+    _refuse("logprobs", "use /v1/chat/completions", False, routes=RESPONSES),
+    _refuse("top_logprobs", "use /v1/chat/completions", 0, routes=RESPONSES),
+    _refuse("prompt_logprobs", "use /v1/chat/completions", routes=RESPONSES),
+    _refuse("return_token_ids", "use /v1/chat/completions", False, routes=RESPONSES),
+    _refuse("return_tokens_as_token_ids", "use /v1/chat/completions", False, routes=RESPONSES),
+    _refuse("return_routed_experts", "use /v1/chat/completions", False, routes=RESPONSES),
     _refuse("background", "an answer is waited for", False, routes=RESPONSES),
     _refuse("background_options", "an answer is waited for", {}, routes=RESPONSES),
     _refuse("context_management", "a prompt is taken whole", [], routes=RESPONSES),
@@ -210,7 +220,6 @@ FIELDS: tuple[RequestField, ...] = (
     _refuse("image", "models here write text alone", routes=RESPONSES),
     _refuse("include", "a response has no further parts", [], routes=RESPONSES),
     _refuse("max_tool_calls", "no tools are built in", routes=RESPONSES),
-    _refuse("top_logprobs", "use /v1/chat/completions", 0, routes=RESPONSES),
     _refuse("truncation", "a prompt is taken whole", "disabled", routes=RESPONSES),
     *_honour(
         EMBEDDINGS,
@@ -274,9 +283,9 @@ def honoured_fields(values: Mapping[str, Any], route: RouteName) -> dict[str, An
 
 
 def _check_foreign(name: str, value: Any, route: RouteName) -> None:
-    """Refuse a field of the other route, and log one that no route has."""
-    fields = FIELDS if route in BOTH else ()
-    matches = (field for field in fields if field.name == name and {*field.routes} & {*BOTH})
+    """Refuse a field of other routes that draw, and log one that no route has."""
+    fields = FIELDS if route in DRAWN else ()
+    matches = (field for field in fields if field.name == name and {*field.routes} & {*DRAWN})
     field = next(matches, None)
     if field is None:
         if name not in _warnings and len(_warnings) < _MOST_WARNINGS:
@@ -304,7 +313,7 @@ def markdown_table() -> str:
     rows = sorted(FIELDS, key=lambda field: order.index(field.outcome))
     lines = ["| field | of | outcome | |", "| --- | --- | --- | --- |"]
     for field in rows:
-        routes = "both" if field.routes == BOTH else field.routes[0].partition("/")[0]
+        routes = ", ".join(route.partition("/")[0] for route in field.routes)
         text = field.text
         if field.neutral:
             values = ", ".join(f"`{value!r}`" for value in field.neutral)

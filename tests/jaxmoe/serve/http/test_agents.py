@@ -25,7 +25,7 @@ ENDS = tuple(range(224, 256))
 
 
 @functools.cache
-def _executor():
+def text_executor():
     model = dataclasses.replace(MODEL, vocab_size=CODEC.vocab_size)
     sizes = ExecutorConfig(
         num_pages=256,
@@ -38,7 +38,7 @@ def _executor():
 
 def _serving():
     return serving(
-        _executor(),
+        text_executor(),
         codec=CODEC,
         chat=CHAT,
         eos_ids=ENDS,

@@ -120,10 +120,14 @@ def test_unknown_fields_are_ignored_and_the_log_names_them_once(client, caplog):
     assert "'of_another_server' of requests is unknown and ignored" in named[1]
 
 
-def test_a_field_of_the_other_route_is_refused_by_name(client):
+def test_a_field_of_another_route_is_refused_by_name(client):
     for route, name, value, other in (
         ("completions", "messages", TALK, "chat/completions"),
         ("chat/completions", "prompt", "a", "completions"),
+        ("completions", "max_output_tokens", 3, "responses"),
+        ("chat/completions", "instructions", "be short", "responses"),
+        ("responses", "messages", TALK, "chat/completions"),
+        ("responses", "suffix", "a", "completions"),
     ):
         with pytest.raises(openai.BadRequestError, match=f"{name} is a field of /v1/{other}"):
             _create(client, route, BODIES[route] | {name: value})

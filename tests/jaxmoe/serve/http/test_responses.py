@@ -7,11 +7,14 @@ import json
 import openai
 import pytest
 
+from jaxmoe.serve.http.grammars import Grammars
 from jaxmoe.serve.http.reasoning import ThinkTagsConfig
-from jaxmoe.serve.http.responses import _messages
+from jaxmoe.serve.http.responses import _SAME, _messages
+from tests.jaxmoe.serve.http.test_agents import text_executor
 from tests.jaxmoe.serve.http.test_tools import (
     ADD,
     CHAT,
+    CODEC,
     END,
     FIND,
     FORM,
@@ -150,6 +153,11 @@ def test_a_forced_function_and_a_format_follow_grammars():
         ({"tool_choice": "required"}, "the request has no tools", "tool_choice"),
         ({"text": "x"}, "text must be an object with 'format'", "text"),
         ({"text": {"format": {"type": "xml"}}}, "must be text, json_object or", "text"),
+        ({"text": {"verbosity": "high"}}, "how much a model writes is not set", "text"),
+        ({"reasoning_effort": "low"}, "use reasoning.effort", "reasoning_effort"),
+        ({"max_tokens": 3}, "use max_output_tokens", "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop", "stop"),
+        ({"min_tokens": 999}, "min_tokens=999 exceeds", "min_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens=0 must be an integer", "max_output_tokens"),
         ({"previous_response_id": "resp_1"}, "nothing is stored: send all", "previous_response_id"),
     ],
@@ -159,3 +167,103 @@ def test_what_a_response_cannot_be_made_of_is_refused_by_its_field(client, field
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**BODY | {"extra_body": fields})
     assert message in caught.value.body["message"] and caught.value.param == param
+
+
+ENDS = [*"@ABCDEFGHIJKLMNO"]
+SHARED = {
+    "temperature": {"temperature": 0},
+    "top_p": {"top_p": 0.02},
+    "top_k": {"top_k": 1},
+    "min_p": {"min_p": 0.9},
+    "seed": {"seed": 4},
+    "presence_penalty": {"presence_penalty": -2},
+    "frequency_penalty": {"frequency_penalty": 2},
+    "repetition_penalty": {"repetition_penalty": 5},
+    "logit_bias": {"logit_bias": {"65": 50}},
+    "stop": {"stop": ENDS, "ignore_eos": True, "min_tokens": 2},
+    "min_tokens": {"min_tokens": 2},
+    "stop_token_ids": {"stop_token_ids": [*range(96)], "min_tokens": 2},
+    "ignore_eos": {"ignore_eos": True, "min_tokens": 2},
+    "include_stop_str_in_output": {
+        "stop": ENDS,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "include_stop_str_in_output": True,
+    },
+    "guided_json": {"guided_json": {"enum": [1, 2]}},
+    "guided_regex": {"guided_regex": "(ab|ba){2}"},
+    "guided_choice": {"guided_choice": ["yes", "no"]},
+    "structured_outputs": {"structured_outputs": {"choice": ["up", "down"]}},
+    "chat_template_kwargs": {"chat_template_kwargs": {"begin": "so:"}},
+}
+"""Fields that a conversation has too, each with values that change an answer."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Client of a tiny model; half of its tokens end an answer."""
+    ends = tuple(range(128, 256))
+    options = {"eos_ids": ends, "grammars": Grammars(CODEC, CODEC.vocab_size, ends)}
+    with (
+        serving(text_executor(), codec=CODEC, chat=CHAT, **options) as (address, _, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_field_that_conversations_have_means_the_same(model, name):
+    """Whole and as a stream; the text is another one than without the field."""
+
+    def text(**fields):
+        body = {"model": "speller", "input": "hi", "max_output_tokens": 24}
+        extra = {"seed": 3, "min_tokens": 16, "temperature": 2.5} | fields
+        whole = model.responses.create(**body, extra_body=extra).output_text
+        events = model.responses.create(**body, extra_body=extra, stream=True)
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == whole
+        talk = [{"role": "user", "content": "hi"}]
+        answer = model.chat.completions.create(
+            model="speller", messages=talk, max_tokens=24, extra_body=extra
+        )
+        assert (answer.choices[0].message.content or "") == whole
+        return whole
+
+    less = {key: value for key, value in SHARED[name].items() if key != name}
+    assert text(**SHARED[name]) != text(**less)
+
+
+def test_each_field_that_conversations_have_is_tried():
+    """Those that do not change the text of a plain answer have tests below and elsewhere."""
+    further = {
+        "model",
+        "stream",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "include_reasoning",
+        "user",
+        "priority",
+        "cache_salt",
+    }
+    assert {*SHARED} | further == {*_SAME} and not {*SHARED} & further
+
+
+def test_reasoning_is_left_out_where_asked_to(client):
+    body = BODY | {"max_output_tokens": 300, "extra_body": {"include_reasoning": False}}
+    assert [item.type for item in client.responses.create(**body).output] == ["message"]
+    kinds = {event.type for event in client.responses.create(**body, stream=True)}
+    assert not any("reasoning" in kind for kind in kinds)
+
+
+def test_session_priority_and_salt_reach_the_engine(client):
+    prompt = "a long beginning of two prompts"
+
+    def cached(**fields):
+        response = client.responses.create(**BODY | {"input": prompt}, extra_body=fields)
+        return response.usage.input_tokens_details.cached_tokens
+
+    assert cached(cache_salt="x", user="me", priority=-3) == 0
+    assert cached(cache_salt="x") > 0 and cached(cache_salt="y") == 0
+    with pytest.raises(openai.BadRequestError, match="--has_priority"):
+        cached(priority=1)
