@@ -117,7 +117,7 @@ def layers_of(model: ModelConfig) -> str:
         names += ["shared experts"] if model.moe.num_shared_experts else []
         names += ["idle experts"] if model.moe.zero_computation is not None else []
     fed = [kind.feed_forward.name for kind in model.kinds]
-    names += [name for name in fed if name not in ("dense", "moe")]
+    names += [name for name in fed if name not in ("dense", "moe", "none")]
     names += [model.norm.name] if model.norm.name != "rms" else []
     names += [model.residual.name] if model.residual.name != "standard" else []
     names += options_of(model.options)
