@@ -28,7 +28,9 @@ b bytes per value,
     gathered  3 E' D F b      their gradients  3 E' D F * 4      rows  (4 A D + 4 A F) b
     and if products are narrower than parameters, the gradients in transit in b bytes and, because
     TPUs on a square torus sum them before scattering, their sum: 2 * 3 E' D F b
-    gathered experts of a TPU without stages: gradients, transit and sum of one matrix at a time
+    gathered experts of a TPU without stages: gradients, transit and sum of one matrix at a time,
+    beside one gathered matrix less where hidden units are kept; nothing but the gathered matrices
+    where gradients are scattered as they are summed: each takes the place of its matrix
 
 Attention without a kernel keeps, once for all layers, a mask of N S^2 * 9/16 bytes for each
 sequence (the compiler hoists it). What a mixer keeps and needs at a time, its config states
@@ -52,6 +54,7 @@ and its value here.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -406,9 +409,15 @@ def _experts(sizes: Sizes, stack: LayerStack, platform: Platform) -> float:
     width = 4 * plan.model.embed_dim + (2 + experts.num_projections) * experts.expert_dim
     narrow = sizes.itemsize < jnp.dtype(plan.execution.precision.parameter_dtype).itemsize
     travelling = 2 * sizes.itemsize if narrow else 0
-    num_bytes = sizes.places(experts) * width * sizes.itemsize
-    matrices = 1 / (1 + experts.num_projections) if _reduces_matrices_apart(plan, platform) else 1.0
-    return weights * (sizes.itemsize + matrices * (4 + travelling)) + num_bytes
+    activations = sizes.places(experts) * width * sizes.itemsize
+    gathered, gradients = weights, weights
+    if _reduces_matrices_apart(plan, platform):
+        gradients = weights / (1 + experts.num_projections)
+        if all(_scatters_sum(sizes, row) for row in rows):
+            gradients = 0.0
+        elif sizes.remat(stack) in ("kernels", "dots", "none"):
+            gathered -= gradients
+    return gathered * sizes.itemsize + gradients * (4 + travelling) + activations
 
 
 def _reduces_matrices_apart(plan: StepPlan, platform: Platform) -> bool:
@@ -416,6 +425,24 @@ def _reduces_matrices_apart(plan: StepPlan, platform: Platform) -> bool:
     none is padded: what libtpu makes of the kernels' layout, outside of stages."""
     spreads = plan.execution.dispatcher.traits.spreads_experts
     return platform == "tpu" and plan.execution.mesh.stage == 1 and not spreads
+
+
+def _scatters_sum(sizes: Sizes, row: ParameterSpec) -> bool:
+    """Return whether the gradient of an expert's matrix is scattered as it is summed.
+
+    libtpu sums it whole, and cuts it then, where a group has all devices of the step, and where a
+    device's part of a matrix's dimension is no whole tile, of 32 bytes in the second-minor one.
+    """
+    gathered = {*sizes.parameters[row.path].gathered_axes}
+    for axes, name, length in zip(row.spec, row.declaration.axes, row.shape, strict=False):
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        number = sizes.devices(gathered.intersection(axes))
+        if number == 1:
+            continue
+        is_whole = name == ax.EXPERTS or length // number % (32 // sizes.itemsize) == 0
+        if number == math.prod(sizes.mesh.values()) or not is_whole:
+            return False
+    return True
 
 
 def _logits(sizes: Sizes) -> float:

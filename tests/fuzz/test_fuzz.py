@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.catalog import choice
 from jaxmoe.execution import Remat
 from jaxmoe.models.config import ModelConfig
 from jaxmoe.run.assemble import make_plan
@@ -35,6 +36,29 @@ DRAWS = int(os.environ.get("JAXMOE_FUZZ_DRAWS", "3"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws(kind, index):
     run(kind, SEED, index)
+
+
+EXPERT = {"execution.mesh": MeshConfig(data=2, expert=4)}
+MESHES = (
+    *pairs.MESHES,
+    {"execution.mesh": MeshConfig(data=2, expert=2, tensor=2)},
+    {"execution.mesh": MeshConfig(replica=2, expert=4)},
+    {"execution.mesh": MeshConfig(stage=2, expert=4), "training.accumulation": 2},
+    {
+        "execution.mesh": MeshConfig(data=2, expert=2, seq=2),
+        "execution.sequence_parallel": choice("sequence_parallel", "ring")(),
+    },
+    *(EXPERT | {"execution.rules": name} for name in STATE_LAYOUTS if name != "zero1"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.rows(len(MESHES))
+@pytest.mark.parametrize("mesh", MESHES, ids=range(len(MESHES)))
+def test_rows_that_are_sent_again_change_nothing_on_any_mesh(mesh):
+    dispatcher = choice("dispatcher", "all_to_all")(experts_keep="inputs")
+    outcome = pairs.compare_with({"execution.dispatcher": dispatcher, **mesh})
+    assert outcome.name == "equal", outcome.text
 
 
 def test_a_failed_draw_names_the_command_that_repeats_it(monkeypatch):
