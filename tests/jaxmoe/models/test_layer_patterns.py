@@ -174,7 +174,8 @@ SHARED |= {
 @pytest.mark.parametrize("execution", SHARED.values(), ids=SHARED)
 def test_devices_that_share_a_sequence_compute_the_same(execution):
     mesh = make_mesh(execution.mesh, jax.devices()[:8], fold=execution.mesh_fold)
-    places = parameter_table(MODEL, rules=execution.axis_rules).tree(lambda row: NamedSharding(mesh, row.spec))
+    table = parameter_table(MODEL, rules=execution.axis_rules)
+    places = table.tree(lambda row: NamedSharding(mesh, row.spec))
     spread = jax.device_put(params(), places)
     batch = global_batch({"tokens": tokens()}, mesh)["tokens"]
     with jax.set_mesh(mesh):
