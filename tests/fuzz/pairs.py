@@ -219,7 +219,7 @@ def compare_with(fields: Fields) -> Outcome:
         outcome = compare(assembly, reference)
         if any(path.startswith("execution.") for path in fields) and "execution.mesh" not in fields:
             config = changed(BASE, {**fields, "execution.mesh": MeshConfig()})
-            assembly = assemble(config, devices=assembly.mesh.devices.flat[:1])
+            assembly = assemble(config, devices=list(assembly.mesh.devices.flat[:1]))
             outcome = max(outcome, compare(assembly, reference))  # unstable, if one is
     return outcome._replace(text=f"{text} {outcome.text}")
 
