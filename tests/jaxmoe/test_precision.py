@@ -164,6 +164,9 @@ def test_a_mesh_rounds_as_one_device_does(name, matmul):
         batch = global_batch((np.asarray(tokens), np.asarray(targets)), mesh)
         spread = loss_and_gradients(execution)(jax.device_put(params, places), *batch)
     assert_close(spread[0], alone[0], "end_to_end")
-    # float8 has so few steps that one of them, moved, is 1 / 16 of its value: 8e-5 was seen.
-    errors = jax.tree.leaves(jax.tree.map(error, spread[1], alone[1]))
-    assert max(errors) < 1e-3
+    # A float8 step is 1 / 16 of its value, and one that is moved reaches every gradient: 1e-3 was
+    # seen, where scales of the pieces would differ by about as much as the rounding does.
+    exact = loss_and_gradients(ExecutionConfig())(params, tokens, targets)
+    by_mesh = jax.tree.leaves(jax.tree.map(error, spread[1], alone[1]))
+    by_rounding = jax.tree.leaves(jax.tree.map(error, alone[1], exact[1]))
+    assert np.all(np.asarray(by_mesh) < np.asarray(by_rounding) / 50)

@@ -54,7 +54,12 @@ MIXERS = {
 
 @functools.cache
 def model_of(name):
-    """Two repeats of a layer with a state and one that attends, with experts."""
+    """Two repeats of a layer with a state and one that attends, with experts.
+
+    The first output of a segment is a number times a vector, and its norm leaves little but the
+    sign of the number. With the usual epsilon the last bits of the parameters move a gradient by
+    up to 7e-5 of its largest value, and by 7e-7 with this one.
+    """
     return ModelConfig(
         vocab_size=VOCAB,
         num_layers=4,
@@ -62,6 +67,7 @@ def model_of(name):
         attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8),
         moe=MoEConfig(num_experts=4, top_k=2, expert_dim=12),
         layers=(LayerConfig(mixer=MIXERS[name]), LayerConfig()),
+        norm_epsilon=0.1,
     )
 
 
