@@ -54,7 +54,6 @@ and its value here.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -440,7 +439,7 @@ def _scatters_sum(sizes: Sizes, row: ParameterSpec) -> bool:
         if number == 1:
             continue
         is_whole = name == ax.EXPERTS or length // number % (32 // sizes.itemsize) == 0
-        if number == math.prod(sizes.mesh.values()) or not is_whole:
+        if number == sizes.devices(sizes.mesh) or not is_whole:
             return False
     return True
 

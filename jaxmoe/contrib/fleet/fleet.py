@@ -238,14 +238,15 @@ class Fleet:
         instance = self.instances[number]
         sequences = instance.queues.sequences
         live = {id_: sequences[id_] for id_ in results if id_ in sequences}
-        drawn = [work.id for work in step.works if work.draws and work.id in results]
         events = self._note(instance.apply(step, results, now))
         for event in events:
             if isinstance(event, End) and event.reason in ("stop", "length"):
                 if not self._dispatcher.keeps(live[event.id], instance.view(now)):
                     instance.pool.demote(live[event.id].names())
-        for id_ in drawn if self._targets else ():
-            if id_ in self._targets and id_ in instance.queues.running:
+        for work in step.works if self._targets else ():
+            id_ = work.id
+            is_running = id_ in results and id_ in instance.queues.running
+            if work.draws and is_running and id_ in self._targets:
                 self.move(Move(id_, number, self._targets.pop(id_)), is_live=False)
                 if id_ not in self._moves:
                     live[id_].is_leaving = False
