@@ -283,7 +283,7 @@ def honoured_fields(values: Mapping[str, Any], route: RouteName) -> dict[str, An
 
 
 def _check_foreign(name: str, value: Any, route: RouteName) -> None:
-    """Refuse a field of other routes that draw, and log one that no route has."""
+    """Refuse a field of other routes that draw, unless it is empty; log one that no route has."""
     fields = FIELDS if route in DRAWN else ()
     matches = (field for field in fields if field.name == name and {*field.routes} & {*DRAWN})
     field = next(matches, None)
@@ -292,7 +292,7 @@ def _check_foreign(name: str, value: Any, route: RouteName) -> None:
             hint = closest(name, honoured_names(route))
             logger.warning("the field %.60r of requests is unknown and ignored%s", name, hint)
             _warnings[name] += 1
-    elif field.outcome != "ignored" and value not in field.neutral:
+    elif field.outcome != "ignored" and value not in ({}, [], *field.neutral):
         raise wrong(
             name, f" is a field of /v1/{field.routes[0]}, not of /v1/{route}", "unsupported_field"
         )

@@ -131,6 +131,12 @@ def test_a_field_of_another_route_is_refused_by_name(client):
     ):
         with pytest.raises(openai.BadRequestError, match=f"{name} is a field of /v1/{other}"):
             _create(client, route, BODIES[route] | {name: value})
+    for route, name, empty in (
+        ("completions", "text", {}),
+        ("chat/completions", "reasoning", {}),
+        ("responses", "messages", []),
+    ):
+        assert _create(client, route, BODIES[route] | {name: empty})
 
 
 def test_parts_of_text_and_the_role_developer_are_read():
