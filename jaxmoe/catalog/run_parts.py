@@ -54,6 +54,13 @@ FILES: Final = {
 its address, and that of a function (directory, metrics) that returns a section of the report as
 HTML. A branch of the run goes on with copies of the files."""
 
+COMPARED: Final = {
+    "indicators.npz": "jaxmoe.contrib.telemetry.pictures:indicators_by_size",
+}
+"""Files of run directories with records that the page on several runs compares: the address of a
+function (recorded runs with the file, by name, the smallest model first) that returns a section as
+HTML."""
+
 HISTORY: Final = {"averaged": "check_free"}
 """Events of lineage.json after which a part, by its name in `runs.py`, belongs to the run whatever
 its config says."""

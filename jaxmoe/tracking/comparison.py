@@ -121,6 +121,7 @@ def write_comparison(
     title: str,
     runs: Sequence[ComparedRun],
     differing: Mapping[str, Sequence[str]],
+    more_sections: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> None:
     """Write the page.
@@ -130,6 +131,7 @@ def write_comparison(
         title: Its heading.
         runs: In the order of the page.
         differing: The config fields that differ: the value in each run, by dotted path.
+        more_sections: Further sections as HTML, behind the loads of the experts.
         notes: What the reader must know of the runs, such as one that is not finished.
 
     Raises:
@@ -164,6 +166,7 @@ def write_comparison(
         )
         loads = html_page.pair(*pictures) + scale
         sections.append(html_page.section("Load of the experts at the last step", loads))
+    sections += more_sections
     sections.append(f'<p class="soft small">{html_page.escape(MFU_DEFINITION)}</p>\n')
     sections.append(_scripts(runs))
     style = load_style(8) + _file("uplot/uPlot.min.css") + STYLE

@@ -10,16 +10,28 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxmoe.contrib.telemetry.recorders import CONGESTION, INDICATORS, NAMES, phases
+from jaxmoe.contrib.telemetry.recorders import (
+    CONGESTION,
+    INDICATORS,
+    NAMES,
+    over_layers,
+    phases,
+)
+from jaxmoe.contrib.telemetry.stability import MOST_GROWTH, judge_sizes
 from jaxmoe.optional import require
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking import html_page
 from jaxmoe.tracking.charts import Line, line_chart, with_smoothed
+from jaxmoe.tracking.console import format_count
 from jaxmoe.tracking.history import read_history
 from jaxmoe.tracking.jsonl import Series
 from jaxmoe.tracking.plots import GRAY, figure_of_panels, save_figure
 from jaxmoe.tracking.report import picture_section
 from jaxmoe.tracking.smoothing import smooth
+
+_SIZE_VERDICTS = {True: "does not grow", False: "GROWS", None: "not judged"}
+"""Text for the verdict of an indicator over sizes."""
 
 
 def indicators_of_run(directory: RunDirectory, metrics: Series) -> str:
@@ -36,6 +48,35 @@ def indicators_of_run(directory: RunDirectory, metrics: Series) -> str:
     path = directory.plots_directory / "indicators.png"
     plot_indicators(path, steps, series)
     return picture_section(path)
+
+
+def indicators_by_size(runs: Mapping[str, RecordedRun]) -> str:
+    """Return a section: does the plateau of an indicator grow with the size of the model?
+
+    Args:
+        runs: Runs with indicators by name, the smallest model first. Of runs of one size there is
+            no section.
+    """
+    sizes = [run.summary["parameters_total"] for run in runs.values()]
+    if len({*sizes}) < len(sizes):
+        return ""
+    series_of_run = {}
+    for name, run in runs.items():
+        _, series = read_history(run.directory.path / INDICATORS)
+        label = f"{name} ({format_count(run.summary['parameters_total'])})"
+        series_of_run[label] = {key: over_layers(key, values) for key, values in series.items()}
+    rows = [
+        (name.replace("_", " "), _SIZE_VERDICTS[verdict.holds], verdict.explanation)
+        for name, verdict in judge_sizes(series_of_run).items()
+    ]
+    if not rows:
+        return ""
+    table = html_page.table(("indicator", "with the size", "median of the last tenth"), rows)
+    note = (
+        f'<p class="soft small">An indicator grows where its plateau is more than {MOST_GROWTH:g}'
+        " times that of the next smaller model.</p>"
+    )
+    return html_page.section("Indicators by the size of the model", table + note)
 
 
 def congestion_of_run(directory: RunDirectory, metrics: Series) -> str:

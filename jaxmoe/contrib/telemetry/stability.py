@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -142,12 +143,29 @@ def judge_run(series: Mapping[str, np.ndarray]) -> dict[str, StabilityVerdict]:
     Args:
         series: values over training by indicator, layers taken together.
     """
-    verdicts = {}
-    for name in JUDGED:
-        if name not in series:
-            continue
-        try:
-            verdicts[name] = is_bounded(series[name])
-        except ValueError as error:
-            verdicts[name] = StabilityVerdict(holds=None, explanation=str(error))
-    return verdicts
+    return {name: _verdict(is_bounded, series[name]) for name in JUDGED if name in series}
+
+
+def judge_sizes(
+    series_of_run: Mapping[str, Mapping[str, np.ndarray]],
+) -> dict[str, StabilityVerdict]:
+    """Return the verdicts on the indicators that runs of several sizes have.
+
+    Args:
+        series_of_run: values over training by indicator, layers taken together, by the name of the
+            run, in rising order of size.
+    """
+    shared = (name for name in JUDGED if all(name in series for series in series_of_run.values()))
+    return {
+        name: _verdict(
+            is_non_increasing, {run: series[name] for run, series in series_of_run.items()}
+        )
+        for name in shared
+    }
+
+
+def _verdict(judge: Callable[[Any], StabilityVerdict], values: Any) -> StabilityVerdict:
+    try:
+        return judge(values)
+    except ValueError as error:
+        return StabilityVerdict(holds=None, explanation=str(error))

@@ -7,9 +7,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxmoe.catalog.run_parts import COMPARED
 from jaxmoe.configs import varying_fields
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.reporting.recorded import RecordedRun
@@ -68,6 +70,7 @@ def compare_runs(runs: Sequence[RecordedRun], directory: str | None = None) -> C
             title=" against ".join(names) if len(names) < 4 else f"{len(names)} runs",
             runs=compared,
             differing=differing,
+            more_sections=_compared_records(dict(zip(names, runs, strict=True))),
             notes=notes,
         )
         budgets = {axis: at_equal_cost(compared, axis) for axis in ("tokens", "FLOPs", "time")}
@@ -87,6 +90,19 @@ def compare_runs(runs: Sequence[RecordedRun], directory: str | None = None) -> C
             }
         )
     return Comparison(report_file=target.report_file, notes=tuple(notes))
+
+
+def _compared_records(runs: Mapping[str, RecordedRun]) -> list[str]:
+    """Return a section for each file of records that several runs have, as HTML."""
+    known = [name for name, run in runs.items() if run.summary.get("parameters_total") is not None]
+    known.sort(key=lambda name: runs[name].summary["parameters_total"])
+    by_size = {name: runs[name] for name in known}
+    sections = []
+    for file, address in COMPARED.items():
+        recorded = {n: run for n, run in by_size.items() if (run.directory.path / file).exists()}
+        if len(recorded) > 1:
+            sections.append(pkgutil.resolve_name(address)(recorded))
+    return sections
 
 
 def shortest_names(paths: Sequence[str]) -> list[str]:

@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 
 from jaxmoe.contrib.telemetry.pictures import indicators_of_run
 from jaxmoe.contrib.telemetry.recorders import IndicatorRecorder, over_layers, scalars_of
-from jaxmoe.contrib.telemetry.stability import Course, is_bounded, is_non_increasing, judge_run
+from jaxmoe.contrib.telemetry.stability import (
+    Course,
+    is_bounded,
+    is_non_increasing,
+    judge_run,
+    judge_sizes,
+)
 from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporting.compare import compare_runs
+from jaxmoe.run.reporting.recorded import RecordedRun
 from jaxmoe.tracking.history import MAX_RECORDS, read_history
+from jaxmoe.tracking.tracker import LOSS, TRAINED_TOKENS
 
 STEPS = np.linspace(0.0, 1.0, 200)
 NOISE = np.random.default_rng(0).normal(size=200)
@@ -95,6 +104,15 @@ def test_a_run_is_judged_by_the_indicators_it_has():
     assert verdicts["head_z"].explanation.startswith("a series of 5 values")
 
 
+def test_runs_of_several_sizes_are_judged_by_the_indicators_that_all_have():
+    small = {"router_z": np.full(50, 2.0), "head_z": np.ones(50), "other": np.ones(50)}
+    large = {"router_z": np.full(50, 2.2), "head_z": np.ones(5), "attention_z": np.ones(50)}
+    verdicts = judge_sizes({"small": small, "large": large})
+    assert list(verdicts) == ["router_z", "head_z"]
+    assert not verdicts["router_z"].holds and verdicts["head_z"].holds is None
+    assert verdicts["router_z"].explanation.endswith("grows from small to large")
+
+
 # The files.
 
 
@@ -158,3 +176,31 @@ def test_the_picture(tmp_path):
     assert 'alt="Indicators"' in indicators_of_run(RunDirectory(tmp_path), {})
     written = tmp_path / "plots" / "indicators.png"
     assert written.name == "indicators.png" and written.read_bytes().startswith(b"\x89PNG")
+
+
+def recorded(path, size, value):
+    """A run of a size, whose indicators have had a value since its first step."""
+    path.mkdir()
+    recorder = IndicatorRecorder(path / "indicators.npz")
+    for step in range(1, 30):
+        recorder.record(step, {"router_z": np.array([value]), "router_max_logit": np.ones(1)})
+    recorder.save()
+    steps = np.arange(1, 30)
+    return RecordedRun(
+        directory=RunDirectory(path),
+        config={"model": {"num_layers": size}},
+        summary={"parameters_total": size, "model_flops_per_token": 1.0, "bytes_per_token": 1.0},
+        series={LOSS: (steps, np.ones(29)), TRAINED_TOKENS: (steps, 10.0 * steps)},
+        notes=(),
+    )
+
+
+def test_a_page_on_runs_of_several_sizes_says_which_indicators_grow(tmp_path):
+    large, small = recorded(tmp_path / "a", 2000, 1.2), recorded(tmp_path / "b", 1000, 1.0)
+    page = compare_runs((large, small), str(tmp_path / "page")).report_file.read_text()
+    assert "Indicators by the size of the model" in page
+    assert "plateaus b (1k): 1, a (2k): 1.2; grows from b (1k) to a (2k)" in page
+    assert page.count("<td>GROWS</td>") == 1 and page.count("<td>does not grow</td>") == 1
+    again = recorded(tmp_path / "c", 1000, 1.2)
+    page = compare_runs((small, again), str(tmp_path / "again")).report_file.read_text()
+    assert "Indicators by the size" not in page
