@@ -13,8 +13,9 @@ changes nothing in the other gradients.
 
 A spike is finite, and clipping keeps the direction that one broken batch or flipped bit chose. The
 median is over accepted steps only, so that neither a NaN nor a series of spikes can raise the
-bound. There is no bound before FEWEST steps were accepted. A norm of 0 (a batch without counted
-tokens) is accepted and not remembered: enough of them would make the bound 0.
+bound. There is no bound before FEWEST steps were accepted. The norm of a batch without counted
+tokens is not remembered: it is 0, or that of the losses of balancers alone, and enough of them
+would make a bound that no other step meets.
 
 The loss is not judged, since batches differ in it more than in the norm of their gradients. Steps
 are never scaled.
@@ -113,13 +114,19 @@ def norm_limit(recent: Float[Array, " window"] | None, ratio: float | None) -> F
 
 
 def remember(
-    recent: Float[Array, " window"] | None, norm: Float[Array, ""], is_good: Bool[Array, ""]
+    recent: Float[Array, " window"] | None, norm: Float[Array, ""], counts: Bool[Array, ""]
 ) -> Float[Array, " window"] | None:
-    """Return the norms after a step: its own replaces the oldest if it was accepted."""
+    """Return the norms after a step: its own replaces the oldest if it is above 0 and counts.
+
+    Args:
+        recent: Norms of the last accepted steps, the newest last; None stays None.
+        norm: Norm of the step.
+        counts: Whether the step was accepted, and had counted tokens.
+    """
     if recent is None:
         return None
     later = jnp.concatenate([recent[1:], norm[None].astype(recent.dtype)])
-    return jnp.where(is_good & (norm > 0.0), later, recent)
+    return jnp.where(counts & (norm > 0.0), later, recent)
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:

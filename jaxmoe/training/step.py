@@ -248,7 +248,9 @@ class Step:
             router_state=router_state,
             skipped=state.skipped + (~is_good).astype(jnp.int32),
             skipped_in_a_row=jnp.where(is_good, 0, state.skipped_in_a_row + 1),
-            recent_norms=remember(state.recent_norms, clipped.judged_norm, moves),
+            recent_norms=remember(
+                state.recent_norms, clipped.judged_norm, moves & (gradients.weight > 0.0)
+            ),
             parts=parts,
         )
         state = run_after(self.chain, self, before, state, clipped.grads, moves)

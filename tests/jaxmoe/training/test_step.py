@@ -27,6 +27,7 @@ from jaxmoe.routing import SoftmaxTopKConfig
 from jaxmoe.routing.routers.token_choice.token_choice import TokenChoice
 from jaxmoe.scaling.initialize import parameter_table
 from jaxmoe.training.accumulation import GradientSums, accumulate
+from jaxmoe.training.guard import FEWEST, no_norms
 from jaxmoe.training.state import TrainState, init_state
 from jaxmoe.training.step import make_train_step
 from sharding.distributed import global_batch
@@ -212,6 +213,20 @@ def test_steps_refused_in_a_row_are_counted(step):
 def test_a_batch_without_weight_is_no_fault(step):
     state, metrics = step(_state(), _batch(np.zeros((ROWS, LENGTH))))
     assert metrics.loss == 0.0 and not metrics.is_skipped and metrics.num_tokens == 0.0
+
+
+def test_norms_of_balance_losses_alone_set_no_bound():
+    """Batches without weight have small norms, under which every other step would be refused."""
+    model = dataclasses.replace(MODEL, num_layers=1)
+    state = dataclasses.replace(_state(model, SGD), recent_norms=no_norms())
+    step = make_train_step(model, SGD, max_norm_ratio=10.0)
+    for _ in range(FEWEST):
+        state, metrics = step(state, _batch(np.zeros((ROWS, LENGTH))))
+        assert 0.0 < metrics.judged_norm < 0.1 and not metrics.is_skipped
+    np.testing.assert_array_equal(state.recent_norms, no_norms())
+    state, metrics = step(state, BATCH)
+    assert metrics.judged_norm > 0.2 and not metrics.is_skipped
+    assert state.recent_norms[-1] == metrics.judged_norm
 
 
 @pytest.mark.slow
