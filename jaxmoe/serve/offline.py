@@ -119,7 +119,7 @@ def continue_together(
     requests = [
         Prompt(
             tokens=tuple(map(int, prompt)),
-            sampling=_sampling(generation, row),
+            sampling=_sampling(generation, row, model.config.vocab_size),
             stop=generation.stop,
         )
         for row, prompt in enumerate(prompts)
@@ -136,8 +136,8 @@ def continue_together(
     ]
 
 
-def _sampling(config: GenerationConfig, row: int) -> Sampling:
-    """Return how one of several prompts is continued."""
+def _sampling(config: GenerationConfig, row: int, vocab_size: int) -> Sampling:
+    """Return how one of several prompts is continued; ids that no model draws end nothing."""
     sampling = config.sampling
     return Sampling(
         max_tokens=config.length,
@@ -146,7 +146,7 @@ def _sampling(config: GenerationConfig, row: int) -> Sampling:
         top_p=1.0 if sampling.top_p is None else sampling.top_p,
         min_p=sampling.min_p or 0.0,
         seed=(config.seed + row) % 2**31,
-        stop_ids=config.eos_ids,
+        stop_ids=tuple(token for token in config.eos_ids if token < vocab_size),
     )
 
 

@@ -217,7 +217,8 @@ def check_numbers(request: Request, num_ids: int) -> None:
         num_ids: Ids that a prompt of the model may have.
 
     Raises:
-        ValueError: An id outside the vocabulary, or a seed out of range.
+        ValueError: An id of the prompt, of `logit_bias` or of `stop_ids` outside the vocabulary, or
+            a seed out of range.
     """
     least = min(request.prompt)
     most = max(request.prompt)
@@ -226,13 +227,16 @@ def check_numbers(request: Request, num_ids: int) -> None:
             f"prompt holds the ids {least} to {most}, and the model has ids 0 to {num_ids - 1}: use"
             " its tokenizer"
         )
-    outside = [token for token, _ in request.sampling.logit_bias if not 0 <= token < num_ids]
-    if outside:
-        raise ValueError(
-            f"logit_bias names the ids {outside[:3]}, and the model has ids 0 to {num_ids - 1}"
-        )
-    if not 0 <= request.sampling.seed < 2**31:
-        raise ValueError(f"seed={request.sampling.seed} must be from 0 to {2**31 - 1}")
+    sampling = request.sampling
+    biased_ids = tuple(token for token, _ in sampling.logit_bias)
+    for name, ids in (("logit_bias", biased_ids), ("stop_ids", sampling.stop_ids)):
+        outside = [token for token in ids if not 0 <= token < num_ids]
+        if outside:
+            raise ValueError(
+                f"{name} names the ids {outside[:3]}, and the model has ids 0 to {num_ids - 1}"
+            )
+    if not 0 <= sampling.seed < 2**31:
+        raise ValueError(f"seed={sampling.seed} must be from 0 to {2**31 - 1}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from jaxmoe.serve.http.errors import HTTPError, wrong
 
 _MOST_BIAS = 100.0
 """Bias of a token at most, as in OpenAI's API."""
+_MOST_DIGITS = 20
+"""Digits of a token id at most; Python reads no number of thousands of digits."""
 
 
 class BodyFields:
@@ -93,7 +95,8 @@ class BodyFields:
 
         def is_bias(token: Any, value: Any) -> bool:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return token.isdecimal() and is_number and -_MOST_BIAS <= value <= _MOST_BIAS
+            is_id = token.isdecimal() and len(token) <= _MOST_DIGITS
+            return is_id and is_number and -_MOST_BIAS <= value <= _MOST_BIAS
 
         def fits(value: Any) -> bool:
             is_object = isinstance(value, Mapping) and len(value) <= most

@@ -166,6 +166,9 @@ def test_what_the_executor_lacks_is_refused_at_once():
     with Engine(Smaller()) as engine:
         wrong = {
             "ids 0 to 23": ((1, 24), Sampling(), {}),
+            "logit_bias names the ids": ((1,), Sampling(logit_bias=((24, 1.0),)), {}),
+            "stop_ids names the ids": ((1,), Sampling(min_tokens=1, stop_ids=(3, 2**31)), {}),
+            r"stop_ids names the ids \[-1\]": ((1,), Sampling(stop_ids=(-1,)), {}),
             "seed=-1": ((1,), Sampling(seed=-1), {}),
             f"exceeds the {SIZES.num_logprobs}": ((1,), Sampling(num_logprobs=9), {}),
             "adapter='sql'": ((1,), Sampling(), {"adapter": "sql"}),

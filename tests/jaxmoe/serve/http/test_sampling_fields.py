@@ -7,7 +7,7 @@ import pytest
 
 from jaxmoe.serve import Sampling
 from tests.support.endpoint import Speller, serving
-from tests.support.serving import executor, serve
+from tests.support.serving import VOCAB, executor, serve
 
 ASKED = {"model": "speller", "prompt": "a", "seed": 0}
 
@@ -102,6 +102,9 @@ def test_a_chat_goes_on_behind_the_mark_of_its_template_where_asked_to():
         ({"logit_bias": {"a": 1}}, "logit_bias={'a': 1} must be an object of up to 300 token ids"),
         ({"logit_bias": {"1": 101}}, "with biases from -100 to 100"),
         ({"logit_bias": {"999": 1}}, "logit_bias names the ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "must be an object of up to 300 token ids"),
+        ({"stop_token_ids": [2**31], "min_tokens": 1}, "stop_ids names the ids [2147483648]"),
+        ({"stop_token_ids": [VOCAB]}, f"stop_ids names the ids [{VOCAB}]"),
         ({"stop_token_ids": ["a"]}, "must be a list of up to 128 token ids"),
         ({"stop_token_ids": [-1]}, "must be a list of up to 128 token ids"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 exceeds 8"),
