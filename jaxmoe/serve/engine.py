@@ -179,6 +179,7 @@ class Engine:
         session: str = "",
         category: str = "",
         priority: int = 0,
+        seed_stride: int = 0,
         on_event: Callable[[int, AnswerEvent], None] | None = None,
     ) -> list[AnswerStream]:
         """Queue several answers to each of some prompts: all of them, or none is begun.
@@ -197,6 +198,7 @@ class Engine:
             session: Conversation that the requests belong to.
             category: Kind of request.
             priority: Larger numbers are served first.
+            seed_stride: Added to the seed with each further prompt; 0 draws equal prompts alike.
             on_event: Called in the engine's thread with the number of each answer, those of a
                 prompt side by side, and its event, and must return at once; the streams are not
                 iterated then.
@@ -209,15 +211,14 @@ class Engine:
         if not all(stop):
             raise ValueError("stop holds an empty string, which every text contains: leave it out")
         streams = list[AnswerStream]()
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts):
             ids = tuple(map(int, prompt))
             for index in range(number):
+                seed = sampling.seed + place * seed_stride + index
                 request = Request(
                     id=next(self._numbers),
                     prompt=ids,
-                    sampling=dataclasses.replace(sampling, seed=sampling.seed + index)
-                    if index
-                    else sampling,
+                    sampling=dataclasses.replace(sampling, seed=seed),
                     objective=objective,
                     adapter=adapter,
                     salt=salt,

@@ -29,6 +29,8 @@ _MOST_ANSWERS = 128
 _MOST_PROMPTS = 128
 _SEEDS = 2**31 - 1 - _MOST_ANSWERS
 """Seeds of a first answer; the engine takes 31 bits, and the i-th answer has seed + i."""
+_DRAWN_SEEDS = 2**31 - 1 - _MOST_ANSWERS * _MOST_PROMPTS
+"""As many for requests without a seed, where i counts the answers to all prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,10 +304,11 @@ def _read_request(
     if isinstance(options, Mapping):
         options = {name: options[name] for name in STREAM_OPTIONS if name in options}
     options = BodyFields({} if options is None else options, STREAM_OPTIONS, "stream_options")
+    number = fields.integer("n", 1, 1, _MOST_ANSWERS)
     return Asked(
         model=model,
         prompts=prompts,
-        number=fields.integer("n", 1, 1, _MOST_ANSWERS),
+        number=number,
         sampling=dataclasses.replace(sampling, num_logprobs=num_logprobs or 0),
         stop=fields.texts("stop", _MOST_STOPS),
         is_streamed=fields.flag("stream"),
@@ -321,6 +324,7 @@ def _read_request(
             "session": fields.text("user"),
             "salt": fields.text("cache_salt"),
             "priority": _priority(fields, served),
+            "seed_stride": number if fields.any("seed") is None else 0,
         },
     )
 
@@ -426,6 +430,10 @@ def _priority(fields: BodyFields, served: Served) -> int:
 
 
 def _seed(fields: BodyFields) -> int:
-    """Return the seed that was given, of 64 bits modulo `_SEEDS`, or a random one."""
+    """Return the seed that was given, of 64 bits modulo `_SEEDS`, or a random one.
+
+    A given one holds for each prompt, so that an answer does not depend on the prompts beside it;
+    without one all answers are independent.
+    """
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
-    return secrets.randbelow(_SEEDS) if seed is None else seed % _SEEDS
+    return secrets.randbelow(_DRAWN_SEEDS) if seed is None else seed % _SEEDS

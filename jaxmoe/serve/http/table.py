@@ -125,7 +125,7 @@ FIELDS: tuple[RequestField, ...] = (
     *_honour(
         DRAWN,
         stop="up to 16 strings that end an answer",
-        seed="answer i has seed + i; a random one without it",
+        seed="answer i to each prompt has seed + i; without it all answers are drawn apart",
         temperature="0 takes the most likely token",
         top_p="filter of the sampling",
         top_k="filter of the sampling; 0 or -1 for all tokens",

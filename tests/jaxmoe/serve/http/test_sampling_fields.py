@@ -6,7 +6,10 @@ import openai
 import pytest
 
 from jaxmoe.serve import Sampling
-from tests.support.endpoint import Speller, serving
+from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.http.asked import read_completion
+from jaxmoe.serve.http.served import Served
+from tests.support.endpoint import Speller, Text, serving
 from tests.support.serving import VOCAB, executor, serve
 
 ASKED = {"model": "speller", "prompt": "a", "seed": 0}
@@ -59,6 +62,19 @@ def test_fields_of_the_sampling_reach_the_draws(model, fields):
     served = serve({0: (prompt, sampling)}, {0: 0})
     assert answer.choices[0].token_ids == served.answers[0]
     assert answer.choices[0].finish_reason == served.reasons[0]
+
+
+def test_equal_prompts_are_drawn_apart_unless_a_seed_is_given():
+    with Engine(Speller(), codec=Text()) as engine:
+        served = Served(name="speller", engine=engine, codec=Text())
+        body = {"prompt": ["a", "b", "a"], "n": 2, "max_tokens": 1}
+        for seed, stride in ((None, 2), (7, 0)):
+            asked = read_completion(body | {"seed": seed}, served)
+            first = asked.sampling.seed
+            streams = engine.submit_all(asked.prompts, asked.sampling, asked.number, **asked.given)
+            expected = [first + stride * place + j for place in range(3) for j in range(2)]
+            assert [stream.request.sampling.seed for stream in streams] == expected
+        assert first == 7
 
 
 @pytest.mark.parametrize(
