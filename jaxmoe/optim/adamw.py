@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmoe.optim.groups import GroupMembers, GroupTraits, Optimizer
+from jaxmoe.optim.matrices import map_axes
 from jaxmoe.optim.steps import (
     Number,
     Rate,
@@ -74,27 +75,25 @@ def adamw(
     Args:
         learning_rate: A number, or a function of the optimiser's step.
         matrix_axes: Two axes that form a matrix in every parameter of two dimensions and more, or a
-            tree like the parameters with such a pair, or None for a vector. Only whether there is a
-            matrix matters.
+            tree like the parameters with such a pair, or None for a vector; see
+            `jaxmoe.optim.matrices`. Only whether there is a matrix matters.
         beta1: Decay rate for the first moment.
         beta2: Decay rate for the second moment.
         epsilon: Number added to the root of the second moment.
         weight_decay: Decoupled decay for matrices, times the learning rate, per step.
 
     Raises:
-        ValueError: A moment's decay is outside [0, 1), or the weight decay is negative.
+        ValueError: A moment's decay is outside [0, 1), or the weight decay is negative; at an
+            update with weight decay, the parameters are missing.
     """
     check_numbers(beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
-    def decays(params: Any) -> Any:
-        if isinstance(matrix_axes, tuple):
-            return jax.tree.map(lambda leaf: weight_decay * (jnp.ndim(leaf) >= 2), params)
-        return jax.tree.map(
-            lambda axes, _: weight_decay * (axes is not None),
-            matrix_axes,
-            params,
-            is_leaf=lambda node: node is None or isinstance(node, tuple),
-        )
+    def decay(path: Any, axes: Any, leaf: Any) -> Number:
+        del path
+        return weight_decay * (axes is not None and jnp.ndim(leaf) >= 2)
+
+    def decays(directions: Any) -> Any:
+        return map_axes(decay, directions, matrix_axes, "adamw")
 
     adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon)
     return standard_promotion(

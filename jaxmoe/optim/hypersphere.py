@@ -83,7 +83,9 @@ def on_sphere(
     def init(params: Any) -> SphereState:
         matrices = matrices_of(params, matrix_axes, name)
         radius = jax.tree.map(lambda p, m: _norm(p, m, sphere), params, matrices)
-        jax.tree_util.tree_map_with_path(lambda path, r: _refuse_zero(path, r, name), radius)
+        jax.tree_util.tree_map_with_path(
+            lambda path, r, p: _refuse_zero(path, r, p, name), radius, params
+        )
         return SphereState(count=jnp.zeros((), jnp.int32), radius=radius)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SphereState]:
@@ -170,8 +172,9 @@ def _norm(x: Array, matrix: Matrix, sphere: Sphere) -> Float[Array, "*dims"]:
     return jnp.sqrt(jnp.sum(x * x, axis=dims, keepdims=True))
 
 
-def _refuse_zero(path: Any, radius: Array, name: str) -> None:
-    if isinstance(radius, Tracer) or not bool(jnp.any(radius == 0.0)):
+def _refuse_zero(path: Any, radius: Array, param: Array, name: str) -> None:
+    is_unknown = isinstance(radius, Tracer)
+    if is_unknown or param.size == 0 or not bool(jnp.any(radius == 0.0)):
         return
     first = np.argwhere(np.asarray(radius) == 0.0)[0].tolist()
     which = f" (the first at {first} of {list(radius.shape)})" if radius.size > 1 else ""

@@ -9,16 +9,18 @@
     {"q": ((-3,), (-2, -1)), ...}   a tree like the parameters, with such pairs as leaves;
                                     `table.tree(lambda row: row.declaration.matrix)` makes one
 
-Kernels are (in, out), as in x @ W. Every other dimension counts matrices: layers, experts. A
-parameter of fewer than two dimensions, or with None in the tree, is no matrix: `beside` gives it to
-another optimiser. Where None stands for the tree, those of exactly two dimensions are matrices, as
-for `optax.contrib.muon`.
+What can be read as a tree like the parameters is one: where they are a tuple of two arrays, two
+pairs in a tuple are one of each. Kernels are (in, out), as in x @ W. Every other dimension counts
+matrices: layers, experts. A parameter of fewer than two dimensions, or with None in the tree, is no
+matrix: `beside` gives it to another optimiser. Where None stands for the tree, those of exactly two
+dimensions are matrices, as for `optax.contrib.muon`. None in place of a parameter stays None.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,7 +58,7 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
     """Return the `Matrix` of every parameter, as a tree like the parameters.
 
     Args:
-        params: Arrays; nodes masked by optax stay.
+        params: Arrays; None and nodes masked by optax stay.
         matrix_axes: Pair or tree of pairs; see the module's docstring.
         optimizer: Name of the optimiser, for errors.
 
@@ -64,17 +66,41 @@ def matrices_of(params: Any, matrix_axes: Any, optimizer: str) -> Any:
         ValueError: A parameter is a vector or lacks a dimension; or `matrix_axes` is neither a pair
             nor a tree like the parameters.
     """
-    if is_axes(matrix_axes):
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _resolve(path, matrix_axes, leaf, optimizer), params
+
+    def resolve(path: Any, axes: Any, leaf: Any) -> Matrix:
+        return _resolve(path, axes, leaf, optimizer)
+
+    return map_axes(resolve, params, matrix_axes, optimizer)
+
+
+def map_axes(
+    function: Callable[[Any, Any, Any], Any], params: Any, matrix_axes: Any, optimizer: str
+) -> Any:
+    """Return `function(path, axes, parameter)` of all, as a tree like the parameters.
+
+    Args:
+        function: Receives the path, the pair or None, and the array.
+        params: Arrays; None and nodes masked by optax stay.
+        matrix_axes: Pair or tree of pairs; see the module's docstring.
+        optimizer: Name of the optimiser, for errors.
+
+    Raises:
+        ValueError: `matrix_axes` is neither a pair nor a tree like the parameters.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_empty)
+    pairs = _pairs_of_tree(matrix_axes, structure)
+    if pairs is None and not is_axes(matrix_axes):
+        raise ValueError(
+            f"matrix_axes={matrix_axes!r} of {optimizer} is neither a pair of dimensions, as"
+            f" (-2, -1), nor a tree of pairs like the parameters{_difference(matrix_axes, leaves)}"
         )
-    _check_like(params, matrix_axes, optimizer)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, axes, leaf: _resolve(path, axes, leaf, optimizer),
-        matrix_axes,
-        params,
-        is_leaf=_is_axes_leaf,
-    )
+    if pairs is None:
+        pairs = [matrix_axes] * len(leaves)
+    results = [
+        leaf if _is_empty(leaf) else function(path, None if _is_masked(axes) else axes, leaf)
+        for (path, leaf), axes in zip(leaves, pairs, strict=True)
+    ]
+    return structure.unflatten(results)
 
 
 def beside(
@@ -94,11 +120,9 @@ def beside(
         optimizer: Name of the optimiser, for errors.
     """
 
-    def label(axes: Any, leaf: Any) -> Any:
-        if _is_masked(leaf):
-            return leaf
-        is_matrix = len(leaf.shape) >= 2 and axes is not None and not _is_masked(axes)
-        return _MATRICES if is_matrix else _OTHERS
+    def label(path: Any, axes: Any, leaf: Any) -> str:
+        del path
+        return _MATRICES if len(leaf.shape) >= 2 and axes is not None else _OTHERS
 
     def plain_label(leaf: Any) -> Any:
         return leaf if _is_masked(leaf) else (_MATRICES if len(leaf.shape) == 2 else _OTHERS)
@@ -106,10 +130,7 @@ def beside(
     def labels(params: Any) -> Any:
         if matrix_axes is None:
             return jax.tree.map(plain_label, params, is_leaf=_is_masked)
-        if is_axes(matrix_axes):
-            return jax.tree.map(lambda leaf: label(matrix_axes, leaf), params, is_leaf=_is_masked)
-        _check_like(params, matrix_axes, optimizer)
-        return jax.tree.map(label, matrix_axes, params, is_leaf=_is_axes_leaf)
+        return map_axes(label, params, matrix_axes, optimizer)
 
     stays_finite = all(isinstance(part, FiniteTransformation) for part in (of_matrices, of_others))
     parts = optax.partition({_MATRICES: of_matrices, _OTHERS: of_others}, labels)
@@ -125,16 +146,13 @@ def stacked_axes(matrix_axes: Any) -> Any:
     return (-2, -1) if matrix_axes is None else matrix_axes
 
 
-def _check_like(params: Any, matrix_axes: Any, optimizer: str) -> None:
-    known, wanted = (
-        [spell_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
-        for tree, is_leaf in ((matrix_axes, _is_axes_leaf), (params, _is_masked))
-    )
-    if known != wanted:
-        raise ValueError(
-            f"matrix_axes={matrix_axes!r} of {optimizer} is neither a pair of dimensions, as"
-            f" (-2, -1), nor a tree of pairs like the parameters{_difference(known, wanted)}"
-        )
+def _pairs_of_tree(matrix_axes: Any, structure: Any) -> list[Any] | None:
+    """Return the leaves of a tree of pairs like the parameters; None if it is no such tree."""
+    try:
+        leaves = structure.flatten_up_to(matrix_axes)
+    except (TypeError, ValueError):
+        return None
+    return leaves if all(map(_is_axes_leaf, leaves)) else None
 
 
 def spell_path(path: Any) -> str:
@@ -146,15 +164,22 @@ def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
+def _is_empty(node: Any) -> bool:
+    return node is None or _is_masked(node)
+
+
 def _is_axes_leaf(node: Any) -> bool:
-    return node is None or _is_masked(node) or is_axes(node)
+    return _is_empty(node) or is_axes(node)
 
 
-def _difference(known: list[str], wanted: list[str]) -> str:
-    """Return the first parameter that only one of two trees has."""
-    if missing := [path for path in wanted if path not in known]:
+def _difference(matrix_axes: Any, params: Any) -> str:
+    """Return the first parameter that only one of two trees has; empty if both have the same."""
+    paths = jax.tree_util.tree_leaves_with_path(matrix_axes, is_leaf=_is_axes_leaf)
+    of_axes, of_params = ([spell_path(path) for path, _ in tree] for tree in (paths, params))
+    if missing := [path for path in of_params if path not in of_axes]:
         return f": it has no pair for {missing[0]}"
-    return f": there is no parameter {next(path for path in known if path not in wanted)}"
+    further = [path for path in of_axes if path not in of_params]
+    return f": there is no parameter {further[0]}" if further else ""
 
 
 def _is_side(side: Any) -> bool:
@@ -162,11 +187,9 @@ def _is_side(side: Any) -> bool:
     return all(isinstance(dim, int) for dim in dims)
 
 
-def _resolve(path: Any, axes: Any, leaf: Any, optimizer: str) -> Matrix | optax.MaskedNode:
-    if _is_masked(leaf):
-        return leaf
+def _resolve(path: Any, axes: Any, leaf: Any, optimizer: str) -> Matrix:
     shape = leaf.shape
-    if axes is None or _is_masked(axes) or len(shape) < 2:
+    if axes is None or len(shape) < 2:
         raise ValueError(
             f"{optimizer} moves matrices, and {spell_path(path)} of shape {shape} is none: give"
             f" it to"

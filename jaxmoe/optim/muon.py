@@ -171,7 +171,9 @@ class MuonState(NamedTuple):
 
 
 def shape_scale(scale: Scale | None, matrix: Matrix) -> float:
-    """Return the factor on an orthogonal matrix of this shape."""
+    """Return the factor on an orthogonal matrix of this shape; 1 for one without elements."""
+    if not matrix.fan_in * matrix.fan_out:
+        return 1.0
     match scale:
         case "spectral_norm":
             return math.sqrt(matrix.fan_out / matrix.fan_in)
@@ -302,7 +304,8 @@ def muon(
 
     Raises:
         ValueError: A momentum outside [0, 1), a negative weight decay, an unknown name; at `init`
-            a parameter without the dimensions of its pair.
+            a parameter without the dimensions of its pair; at an update with weight decay, the
+            parameters are missing.
     """
     check_numbers(weight_decay=weight_decay)
     directions = scale_by_muon(

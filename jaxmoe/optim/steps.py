@@ -141,7 +141,8 @@ def straight_steps(
         directions: Transformation from gradients to directions.
         learning_rate: A number, or a function of the optimiser's step.
         weight_decay: Factor on the parameter beside its direction: a number, a tree like the
-            parameters, or a function from the parameters to such a tree.
+            parameters, or a function from the directions to such a tree. An update reads parameters
+            only where one is not 0.
         multiplier: Tree of factors on the directions; None multiplies by nothing.
     """
 
@@ -150,7 +151,11 @@ def straight_steps(
         return jax.tree.map(lambda f, u: u if _is(f, 1.0) else f * u, multiplier, updates)
 
     def add_decay(updates: Any, params: Any) -> Any:
-        decays = weight_decay(params) if callable(weight_decay) else spread(weight_decay, updates)
+        decays = weight_decay(updates) if callable(weight_decay) else spread(weight_decay, updates)
+        if params is None and all(_is(decay, 0.0) for decay in jax.tree.leaves(decays)):
+            return updates
+        if params is None:
+            raise ValueError("weight decay reads parameters: call update(grads, state, params)")
         return jax.tree.map(
             lambda d, u, p: u if _is(d, 0.0) else u + d * p, decays, updates, params
         )

@@ -120,6 +120,84 @@ def test_rates_are_injected_chained_and_accumulated(name):
 
 
 @every_optimizer
+def test_none_in_place_of_a_parameter_stays_none(name):
+    """As in the arrays of an Equinox module without biases."""
+    params = {"weight": jnp.asarray(random(0)["embedding"]), "bias": None, "gain": jnp.ones(4)}
+    axes = jax.tree.map(lambda leaf: (-2, -1) if leaf.ndim == 2 else None, params)
+    whole = BY_NAME[name](0.1)
+    wanted, _ = whole.update(params, whole.init(params), params)
+    for tree in (axes, {**axes, "bias": (-2, -1)}):
+        optimizer = BY_NAME[name](0.1, matrix_axes=tree)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        assert updates["bias"] is None
+        assert_close(updates, wanted, "elementwise")
+
+
+@every_optimizer
+def test_a_tuple_of_pairs_is_a_tree_where_the_parameters_are_one(name):
+    """At the root and below it; elsewhere two tuples of dimensions are one pair."""
+    first = jnp.asarray(random(0)["experts"])
+    second = jnp.asarray(random(1)["experts"])
+    by_name = {"first": first, "second": second}
+    alone = BY_NAME[name](0.1, matrix_axes={"first": (-1, -2), "second": (-2, -1)})
+    wanted, _ = alone.update(by_name, alone.init(by_name), by_name)
+    pairs = ((-1, -2), (-2, -1))
+    for params, axes in (((first, second), pairs), ([(first, second)], [pairs])):
+        optimizer = BY_NAME[name](0.1, matrix_axes=axes)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        assert_close(jax.tree.leaves(updates), jax.tree.leaves(wanted), "elementwise")
+    params = (first, second)
+    for axes in ((-2, -1), ((-3,), (-2, -1))):
+        one, both = (BY_NAME[name](0.1, matrix_axes=tree) for tree in (axes, (axes, axes)))
+        assert_close(
+            one.update(params, one.init(params), params)[0],
+            both.update(params, both.init(params), params)[0],
+            "elementwise",
+        )
+
+
+def test_adamw_reads_a_tuple_of_pairs_as_a_tree():
+    params = (jnp.ones((2, 3)), jnp.ones((2, 3)))
+    optimizer = adamw(0.1, matrix_axes=((-2, -1), None), weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    assert_close(updates, (jnp.full((2, 3), -0.05), zeros[1]), "elementwise")
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_only_weight_decay_reads_parameters(make):
+    params = random(0)
+    plain = make(0.1)
+    state = plain.init(params)
+    wanted, _ = plain.update(random(1), state, params)
+    updates, _ = plain.update(random(1), state)
+    assert_close(updates, wanted, "elementwise")
+    decayed = make(0.1, weight_decay=0.1)
+    with pytest.raises(ValueError) as error:
+        decayed.update(random(1), decayed.init(params))
+    assert str(error.value) == ("weight decay reads parameters: call update(grads, state, params)")
+
+
+@pytest.mark.parametrize("name", ["muonh", "adamh"])
+def test_spheres_read_parameters(name):
+    params = random(0)
+    optimizer = BY_NAME[name](0.1)
+    with pytest.raises(ValueError, match=r"on spheres: call update\(grads, state, params\)"):
+        optimizer.update(random(1), optimizer.init(params))
+
+
+@every_optimizer
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (0, 4, 4)])
+def test_a_matrix_without_elements_gets_an_update_without_elements(name, shape):
+    params = {"empty": jnp.zeros(shape), "w": jnp.asarray(random(0)["embedding"])}
+    for scale in ({"scale": scale} for scale in ("spectral_norm", "rms_norm", "clip_norm")):
+        options = scale if name == "muon" else {}
+        optimizer = BY_NAME[name](0.1, matrix_axes=(-2, -1), **options)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        assert updates["empty"].shape == shape and np.isfinite(updates["w"]).all()
+
+
+@every_optimizer
 def test_a_model_of_nnx_trains(name):
     """Kernels and biases of two layers; the same numbers as the tree of arrays."""
 
