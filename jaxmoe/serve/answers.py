@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.serve.requests import EndReason, PromptScore
+from jaxmoe.serve.requests import EndReason, PromptScore, RefusalCode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,8 @@ class Ended:
     """Why: a stop id or string, the limit of tokens, the client, a refusal, or a failed step."""
     message: str = ""
     """Explanation of `refused` and `error`."""
+    code: RefusalCode | None = None
+    """Why the request was refused; None where it was not."""
     text: str = ""
     """Text that was held back until now."""
     num_prompt: int = 0

@@ -33,7 +33,7 @@ from jaxmoe.serve.config import InstancesConfig
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.members import FleetMember, Members
 from jaxmoe.serve.metrics import EngineMetrics, total
-from jaxmoe.serve.requests import End, Event, LatencyObjective, Request, Sampling
+from jaxmoe.serve.requests import End, Event, LatencyObjective, Refusal, Request, Sampling
 from jaxmoe.serve.step import EngineStep
 from jaxmoe.serve.streams import AnswerStream
 
@@ -249,15 +249,19 @@ class Engine:
 
     def _post(self, streams: Sequence[AnswerStream], number: int) -> None:
         """Hand streams over to the engine's thread, or end them if the engine takes none."""
+        refusal = None
         with self._lock:
-            refusal = self._failure or (self._is_draining and "the engine is draining") or ""
-            if not refusal:
+            if self._failure:
+                refusal = Refusal("engine_error", self._failure)
+            elif self._is_draining:
+                refusal = Refusal("draining", "the engine is draining")
+            else:
                 self._streams.update((stream.id, stream) for stream in streams)
-        if not refusal:
+        if refusal is None:
             self._inbox.put(lambda: self._begin_all(streams, number))
             return
         for stream in streams:
-            stream.end(End(stream.id, "refused", refusal))
+            stream.end(End(stream.id, "refused", refusal.message, refusal.code))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -369,7 +373,8 @@ class Engine:
             )
             for stream in streams:
                 if stream.id in self._streams:
-                    self._publish(self._members.refuse(stream.request, message))
+                    refusal = Refusal("queue_full", message)
+                    self._publish(self._members.refuse(stream.request, refusal))
             return
         has_sharing = self._members.all[0].instance.has_sharing
         for index, stream in enumerate(streams):

@@ -22,11 +22,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxmoe.serve.admission import refusal_of
 from jaxmoe.serve.blocks import BlockPool, HostCopies
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import EvictionKind, Plan
 from jaxmoe.serve.queues import Queues
-from jaxmoe.serve.requests import End, EndReason, Event, Request, Result, Token
+from jaxmoe.serve.requests import End, EndReason, Event, Refusal, Request, Result, Token
 from jaxmoe.serve.rules import check
 from jaxmoe.serve.sequence import Sequence, SequencePages
 from jaxmoe.serve.step import EngineStep, Swap, Work
@@ -74,20 +75,9 @@ class Instance:
         """Whether no sequence is left."""
         return not self.queues.sequences
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> Refusal | None:
         """Return why a request cannot be served, None if it can."""
-        facts = self.facts
-        length = len(request.prompt)
-        if request.id in self.queues.sequences:
-            return f"id={request.id} is already being served: give another id"
-        if length >= facts.max_length:
-            return (
-                f"the prompt has {length} tokens; at most {facts.max_length - 1} leave room for"
-                f" an answer: shorten the prompt"
-            )
-        if len(self.queues.waiting) >= facts.max_waiting:
-            return f"{facts.max_waiting} requests are waiting already: try again later"
-        return None
+        return refusal_of(request, self.facts, self.queues)
 
     def submit(self, request: Request, now: float) -> tuple[Event, ...]:
         """Queue a request.
@@ -99,9 +89,9 @@ class Instance:
         Returns:
             Nothing, or the end of the stream if the request is refused.
         """
-        message = self.refusal(request)
-        if message is not None:
-            return self.refuse(request, message)
+        refusal = self.refusal(request)
+        if refusal is not None:
+            return self.refuse(request, refusal)
         order = self.queues.submitted
         size = self.facts.page_size
         tokens = request.prompt
@@ -110,16 +100,16 @@ class Instance:
         )
         return ()
 
-    def refuse(self, request: Request, message: str) -> tuple[Event, ...]:
+    def refuse(self, request: Request, refusal: Refusal) -> tuple[Event, ...]:
         """Count a request that is not queued, and return the end of its stream.
 
         Args:
             request: Request.
-            message: Reason for the client.
+            refusal: Why.
         """
         self.queues.submitted += 1
         self.queues.ended["refused"] += 1
-        return (End(request.id, "refused", message),)
+        return (End(request.id, "refused", refusal.message, refusal.code),)
 
     def cancel(self, id_: int) -> tuple[Event, ...]:
         """End a request early; its pages are given back, at once or when its step ends.

@@ -26,7 +26,7 @@ from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.metrics import EngineMetrics, Meter
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
-from jaxmoe.serve.requests import Event, Request, Token
+from jaxmoe.serve.requests import Event, Refusal, Request, Token
 from jaxmoe.serve.step import EngineStep
 
 _THREAD = "jaxmoe-engine-executor"
@@ -131,9 +131,9 @@ class Members:
         """Requests that may be queued at the same time."""
         return sum(member.instance.facts.max_waiting for member in self.all)
 
-    def refuse(self, request: Request, message: str) -> tuple[Event, ...]:
+    def refuse(self, request: Request, refusal: Refusal) -> tuple[Event, ...]:
         """Count a request that is not queued, and return the end of its stream."""
-        return self.all[0].instance.refuse(request, message)
+        return self.all[0].instance.refuse(request, refusal)
 
     def submit(self, request: Request) -> tuple[Event, ...]:
         """Queue a request; return nothing, or the end of its stream if it is refused."""

@@ -15,6 +15,11 @@ from jaxmoe.models.sampling import check_temperature
 
 EndReason = Literal["stop", "length", "cancelled", "refused", "error"]
 """Why a stream ended: a stop id, the token limit, the client, the limits, a failed step."""
+RefusalCode = Literal[
+    "queue_full", "context_length_exceeded", "duplicate_id", "draining", "engine_error"
+]
+"""Why a request was refused: too many wait, it is too long, another one has its id, the engine is
+about to end, it has failed."""
 
 
 @runtime_checkable
@@ -289,6 +294,16 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is not queued."""
+
+    code: RefusalCode
+    """Word by which programs tell refusals apart."""
+    message: str
+    """Reason for the client."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Token:
     """Event: a request has a new token."""
 
@@ -310,6 +325,8 @@ class End:
     """Why."""
     message: str = ""
     """Explanation of `refused` and `error`."""
+    code: RefusalCode | None = None
+    """Why it was refused; None where it was not."""
 
 
 Event = Token | End

@@ -96,6 +96,7 @@ class AnswerStream:
         ending = Ended(
             reason="stop" if is_whole and self._text.is_stopped else end.reason,
             message=end.message,
+            code=end.code,
             text=last_text,
             num_prompt=len(self.request.prompt),
             num_cached=self.num_cached,

@@ -28,6 +28,7 @@ from jaxmoe.contrib.fleet.dispatch import (
 )
 from jaxmoe.contrib.fleet.migration import Copy, Migration
 from jaxmoe.contrib.fleet.moves import transfer_waiting
+from jaxmoe.serve.admission import queue_full
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
@@ -113,8 +114,7 @@ class Fleet:
         if route is None and first.refusal(request) is None:
             most = first.facts.max_waiting * self.num_open
             if len(self.offered) >= most:
-                message = f"{most} requests are waiting already: try again later"
-                return first.refuse(request, message)
+                return first.refuse(request, queue_full(most))
             self.offered[request.id] = (request, now)
             return ()
         return self._queue(request, now, route or Route(0))

@@ -39,7 +39,7 @@ from jaxmoe.serve.http.prometheus import prometheus_text
 from jaxmoe.serve.http.response_events import ResponseStream
 from jaxmoe.serve.http.responses import read_response
 from jaxmoe.serve.http.served import Served
-from jaxmoe.serve.http.streams import Answers, failure
+from jaxmoe.serve.http.streams import Answers, failure, is_failed
 from jaxmoe.serve.http.tokens import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
@@ -189,8 +189,8 @@ class Endpoint:
         if completion.is_streamed:
             body = _named_events(events)
             return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=_UNCACHED)
-        if whole["error"] is not None:
-            raise HTTPError(500, whole["error"]["message"], code="engine_error")
+        if response.error is not None:
+            raise response.error
         return self._json(whole)
 
     async def _embeddings(self, request: Any) -> Any:
@@ -387,11 +387,11 @@ async def _collect(answers: Answers, choices: list[AnswerChoice], form: Form) ->
     """Take in all events.
 
     Raises:
-        HTTPError: An answer was refused or has failed.
+        HTTPError: An answer was refused or cut off, or has failed.
     """
     async for number, event in answers:
         form.take(choices[number], event)
-        if isinstance(event, Ended) and event.reason in ("refused", "error"):
+        if isinstance(event, Ended) and is_failed(event):
             answers.cancel()
             raise failure(event)
 
@@ -404,7 +404,7 @@ async def _stream(
         async for number, event in answers:
             choice = choices[number]
             text, tokens = form.take(choice, event)
-            if isinstance(event, Ended) and event.reason in ("refused", "error"):
+            if isinstance(event, Ended) and is_failed(event):
                 yield _event(failure(event).body)
                 return
             for part in form.chunks(choice, text, tokens):
@@ -431,7 +431,7 @@ async def _response_events(
         for value in response.begin():
             yield value
         async for _, event in answers:
-            if isinstance(event, Ended) and event.reason in ("refused", "error"):
+            if isinstance(event, Ended) and is_failed(event):
                 yield response.fail(failure(event))
                 return
             values = (

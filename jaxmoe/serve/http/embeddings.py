@@ -17,7 +17,7 @@ import numpy as np
 from jaxmoe.serve.answers import Ended, Generated
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.errors import HTTPError
-from jaxmoe.serve.http.streams import Answers, failure
+from jaxmoe.serve.http.streams import Answers, failure, is_failed
 
 
 async def embed(answers: Answers, request: Asked) -> dict[str, Any]:
@@ -34,7 +34,7 @@ async def embed(answers: Answers, request: Asked) -> dict[str, Any]:
     async for number, event in answers:
         if isinstance(event, Generated):
             vectors[number] = event.embedding
-        elif isinstance(event, Ended) and event.reason in ("refused", "error"):
+        elif isinstance(event, Ended) and is_failed(event):
             answers.cancel()
             raise failure(event)
     if any(vector is None for vector in vectors):

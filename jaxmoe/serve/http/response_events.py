@@ -47,6 +47,8 @@ class ResponseStream:
         """
         assert request.message is not None  # `read_chat` has made it
         self._message = MessageStream(request.message)
+        self.error: HTTPError | None = None
+        """Why the answer has failed; None while it has not."""
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
@@ -99,6 +101,7 @@ class ResponseStream:
         Args:
             error: Why.
         """
+        self.error = error
         response = self._object("failed", None)
         response["error"] = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=response)

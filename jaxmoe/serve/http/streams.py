@@ -6,13 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from jaxmoe.serve.answers import AnswerEvent, Ended
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.http.asked import Asked
 from jaxmoe.serve.http.errors import HTTPError
+from jaxmoe.serve.requests import RefusalCode
 from jaxmoe.serve.streams import AnswerStream
+
+_REFUSALS: Mapping[RefusalCode, tuple[int, int | None]] = {
+    "queue_full": (429, 1),
+    "context_length_exceeded": (400, None),
+    "duplicate_id": (400, None),
+    "draining": (503, 30),
+    "engine_error": (503, None),
+}
+"""Status of each refusal, and the seconds after which the same request may succeed."""
 
 
 class Answers:
@@ -57,14 +67,13 @@ class Answers:
         """Wait for the first event.
 
         Raises:
-            HTTPError: The request is refused, or the step has failed.
+            HTTPError: The request is refused or cut off, or the step has failed.
         """
         self._first = await self._events.get()
         event = self._first[1]
-        if not isinstance(event, Ended) or event.reason not in ("refused", "error"):
-            return
-        self.cancel()
-        raise failure(event)
+        if isinstance(event, Ended) and is_failed(event):
+            self.cancel()
+            raise failure(event)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerEvent]]:
         while self._open:
@@ -85,13 +94,26 @@ class Answers:
 
 
 def failure(ending: Ended) -> HTTPError:
-    """Return the error of an answer that was refused or failed.
+    """Return the error of an answer that is not whole.
+
+    Args:
+        ending: Its end; `is_failed` holds.
+    """
+    if ending.reason == "cancelled":
+        message = "the server is about to end, and has cut the answer off: try again later"
+        return HTTPError(503, message, code="draining", retry_after=30)
+    if ending.code is None:
+        return HTTPError(500, ending.message, code="engine_error")
+    status, retry_after = _REFUSALS[ending.code]
+    return HTTPError(status, ending.message, code=ending.code, retry_after=retry_after)
+
+
+def is_failed(ending: Ended) -> bool:
+    """Return whether an answer is not whole.
+
+    An answer is cancelled at the end of the server, or where no client reads it any more.
 
     Args:
         ending: Its end.
     """
-    if ending.reason != "refused":
-        return HTTPError(500, ending.message, code="engine_error")
-    if "draining" in ending.message:
-        return HTTPError(503, ending.message, code="draining", retry_after=30)
-    return HTTPError(429, ending.message, code="queue_full", retry_after=1)
+    return ending.reason in ("refused", "error", "cancelled")

@@ -2,20 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is taken in: all answers of a request or none, who goes first, nothing before the start."""
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 
+import httpx2 as httpx
 import openai
 import pytest
 
+from jaxmoe.serve.answers import Ended
 from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.http.app import Endpoint
+from jaxmoe.serve.http.served import Served
 from jaxmoe.serve.http.server import StartingPort
+from jaxmoe.serve.http.streams import failure
 from jaxmoe.serve.requests import Sampling
-from tests.support.endpoint import Speller, serving
+from tests.support.endpoint import Speller, Text, serving
 
 
 class Counting(Speller):
@@ -99,3 +106,71 @@ def test_a_port_answers_503_until_the_server_begins():
         assert urllib.request.urlopen(f"{address}/health").status == 200
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+
+
+class Lost(Speller):
+    """A device that is lost and does not begin again."""
+
+    def reset(self):
+        raise RuntimeError("device lost")
+
+
+def test_an_engine_that_has_failed_answers_503():
+    executor = Lost()
+    executor.fails = True
+
+    async def ask(app):
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            body = {"prompt": "a", "max_tokens": 3}
+            first = await client.post("/v1/completions", json=body)
+            return first, await client.post("/v1/completions", json=body | {"stream": True})
+
+    with Engine(executor, EngineConfig(), codec=Text()) as engine:
+        served = Served(name="speller", engine=engine, codec=Text())
+        first, later = asyncio.run(ask(Endpoint(served).app))
+    assert first.status_code == 500 and first.json()["error"]["code"] == "engine_error"
+    assert later.status_code == 503 and "retry-after" not in later.headers
+    assert later.json()["error"]["code"] == "engine_error"
+    assert "device lost" in later.json()["error"]["message"]
+
+
+def test_refusals_are_told_apart_by_their_code():
+    """Whatever their words."""
+    for code, status in (("queue_full", 429), ("draining", 503), ("engine_error", 503)):
+        error = failure(Ended(reason="refused", message="the draining queue", code=code))
+        assert (error.status, error.code) == (status, code)
+
+
+TALK = [{"role": "user", "content": "x"}]
+LONG = {
+    "completions": {"prompt": "a", "max_tokens": 100},
+    "chat/completions": {"messages": TALK, "max_tokens": 100},
+    "responses": {"input": "x", "max_output_tokens": 100},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", LONG)
+def test_an_answer_that_is_cut_off_at_the_end_of_the_server_is_an_error(route, stream):
+    with serving(Speller(0.02)) as (address, endpoint, _):
+        engine = endpoint._served.engine
+        body = LONG[route] | {"stream": stream}
+
+        def end():
+            while engine.metrics.tokens_generated < 3:
+                time.sleep(0.01)
+            engine.cancel_all()
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        answer = httpx.post(f"{address}/v1/{route}", json=body, timeout=60)
+        thread.join()
+    if not stream:
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "30"
+        assert answer.json()["error"]["code"] == "draining"
+        return
+    last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
+    error = last["response"]["error"] if route == "responses" else last["error"]
+    assert "the server is about to end" in error["message"]
+    assert "cancelled" not in answer.text
