@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from jaxmoe.serve.http.errors import HTTPError, wrong
 from jaxmoe.serve.http.fields import BodyFields
-from jaxmoe.serve.http.messages import CallsFormat, MessageFormat
+from jaxmoe.serve.http.messages import CallsFormat, MessageFormat, with_contents
 from jaxmoe.serve.http.served import ChatFormat, Served
 from jaxmoe.serve.http.structured import read_grammar, read_message_grammar
 from jaxmoe.serve.http.table import STREAM_OPTIONS, RouteName, honoured_fields, honoured_names
@@ -239,7 +239,7 @@ def read_conversation(
             " set one of them",
         )
     return chat.prompt(
-        fields.any("messages"),
+        with_contents(fields.any("messages")),
         variables if effort is None else {"reasoning_effort": effort, **variables},
         tools=None if tools is None else tools.text,
         add_generation_prompt=adds_prompt,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmoe.serve.http.reasoning import ReasoningParserConfig
@@ -114,6 +114,26 @@ def whole_message(parts: Iterable[MessagePart]) -> dict[str, Any]:
     if reasoning:
         message["reasoning_content"] = reasoning
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def with_contents(messages: Any) -> Any:
+    """Return the messages of a request, with a text where the content of an answer is null.
+
+    An answer of calls or of reasoning alone has no content, and comes back with the next request.
+
+    Args:
+        messages: JSON value of the field, of any type.
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**message, "content": ""}
+        if isinstance(message, Mapping)
+        and message.get("role") == "assistant"
+        and message.get("content", "") is None
+        else message
+        for message in messages
+    ]
 
 
 def delta(part: MessagePart) -> dict[str, Any]:

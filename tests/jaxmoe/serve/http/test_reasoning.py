@@ -77,6 +77,21 @@ def test_the_message_of_a_server_has_reasoning_content():
         assert not any(hasattr(part.choices[0].delta, "reasoning_content") for part in parts)
 
 
+def test_a_message_of_reasoning_alone_is_taken_back():
+    """Its content is null, as that of a message of calls."""
+    with (
+        serving(Speller(answer=b"<think>hello there"), reasoning=THINK) as (address, _, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        body = {"model": "speller", "max_tokens": 14}
+        message = client.chat.completions.create(**body, messages=TALK).choices[0].message
+        assert message.content is None and message.reasoning_content
+        turns = [*TALK, message.model_dump(), *TALK]
+        client.chat.completions.create(**body, messages=turns)
+        with pytest.raises(openai.BadRequestError, match="messages.0...content"):
+            client.chat.completions.create(**body, messages=[{"role": "user", "content": None}])
+
+
 @pytest.mark.parametrize("prompt", ["", "<think>\n", "<think></think>\n"])
 def test_a_grammar_of_reasoning_begins_as_the_prompt_ends(prompt):
     rules = THINK.lark(prompt)
