@@ -163,6 +163,16 @@ class StopMatcher:
         self._num_read += len(text)
         return min(places, key=lambda place: place[0], default=None)
 
+    def skip(self, text: str) -> None:
+        """Read a part of the text in which no stop string ends it.
+
+        Args:
+            text: The next part; a stop string that ends behind it may begin in it.
+        """
+        for stop in self._stops:
+            stop.skip(text)
+        self._num_read += len(text)
+
 
 class _StopString:
     """How much of one stop string the text ends with.
@@ -195,6 +205,22 @@ class _StopString:
                 return place
         self.num_matched = matched
         return None
+
+    def skip(self, text: str) -> None:
+        """Read a text, and go on behind the string wherever it is whole."""
+        place = 0
+        while (count := self.add(text[place:])) is not None:
+            place += count
+            self.num_matched = self._border()
+
+    def _border(self) -> int:
+        """Return the longest proper beginning that the string, once matched, ends with too."""
+        stop = self.text
+        last = len(stop) - 1
+        border = self._borders[last] if last else -1
+        while border >= 0 and stop[border] != stop[last]:
+            border = self._next[border]
+        return border + 1
 
     def _step(self, matched: int, character: str) -> int:
         """Return how much is matched behind a character."""
@@ -238,13 +264,14 @@ class TextStream:
             codec: Decoder of tokens; None gives no text.
             stop: Strings that end the text, which is cut before them.
             prompt: Token ids that the answer continues.
-            min_tokens: Tokens in whose text no stop string is looked for.
+            min_tokens: Tokens within which no stop string ends the text.
             has_stop: Whether the text is cut behind a stop string instead.
         """
         self._detokenizer = None if codec is None else Detokenizer(codec, prompt)
         self._stops = StopMatcher(stop)
         self._has_stop = has_stop
-        self._num_unstopped = min_tokens
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
         self._open = collections.deque[str]()
         """Parts of the text that may be the begin of a stop string."""
         self._num_open = 0
@@ -262,11 +289,8 @@ class TextStream:
         """
         if self._detokenizer is None or self.is_stopped:
             return ""
-        text = self._detokenizer.add(token)
-        if self._num_unstopped:
-            self._num_unstopped -= 1
-            return text
-        return self._search(text)
+        self._num_tokens += 1
+        return self._search(self._detokenizer.add(token))
 
     def finish(self) -> str:
         """Return the text that was held back, cut before a stop string."""
@@ -277,7 +301,11 @@ class TextStream:
 
     def _search(self, text: str) -> str:
         """Return what is certain of the open text and some more, up to a stop string."""
-        match = self._stops.add(text)
+        match = None
+        if self._num_tokens > self._min_tokens:
+            match = self._stops.add(text)
+        else:
+            self._stops.skip(text)
         if text:
             self._open.append(text)
         self._num_open += len(text)

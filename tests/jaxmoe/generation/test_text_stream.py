@@ -95,10 +95,10 @@ def test_bytes_that_are_no_text_are_those_of_the_whole_decoding(tokens):
 
 
 def slow_cut(text, stops, cuts, num_free, has_stop):
-    """Return the text before the first stop string, looked for behind each cut of the text."""
+    """Return the text before the first stop string that ends behind `num_free` characters."""
     for end in cuts:
-        places = {stop: text.find(stop, num_free, end) for stop in stops}
-        places = {stop: place for stop, place in places.items() if place >= 0}
+        ending = [stop for stop in stops if text[:end].endswith(stop) and end > num_free]
+        places = {stop: end - len(stop) for stop in ending}
         if places:
             stop = min(places, key=lambda one: (places[one], stops.index(one)))
             return text[: places[stop] + has_stop * len(stop)]
@@ -119,7 +119,7 @@ def test_an_answer_is_cut_at_the_stop_string_that_begins_first(text, stops, min_
     for number, token in enumerate(Letters().encode(text), 1):
         shown += stream.add(token)
         if not stream.is_stopped:
-            searched = text[min(min_tokens, number) : number]
+            searched = text[:number]
             begins = (size for stop in stops for size in range(len(stop)))
             longest = max(
                 (s for s in begins if searched.endswith(tuple(x[:s] for x in stops if len(x) > s))),
@@ -136,6 +136,8 @@ def test_a_stop_string_is_looked_for_across_parts():
     assert matcher.add("xaa") is None and matcher.num_open == 2
     assert matcher.add("a") is None and matcher.num_open == 2
     assert matcher.add("b") == (2, 5)
+    matcher.skip("xaabaa")
+    assert matcher.num_open == 2 and matcher.add("b") == (9, 12)
     assert StopMatcher(()).add("a") is None and StopMatcher(()).num_open == 0
 
 

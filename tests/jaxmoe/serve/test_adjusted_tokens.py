@@ -173,7 +173,7 @@ def test_stop_strings_within_the_least_length_and_those_that_are_kept():
     assert text("abcdecdf") == ("ab", True)
     assert text("abcdecdf", has_stop=True) == ("abcd", True)
     assert text("abcdecdf", min_tokens=4) == ("abcde", True)
-    assert text("abcdecdf", min_tokens=3) == ("abcde", True)  # its first letter is not looked at
+    assert text("abcdecdf", min_tokens=3) == ("ab", True)  # the fourth letter completes it
     assert text("abcdecdf", min_tokens=8) == ("abcdecdf", False)
     assert text("abz", has_stop=True) == ("abz", True)
 
