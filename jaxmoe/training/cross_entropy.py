@@ -176,7 +176,10 @@ def _scale(
 ) -> tuple[Array, Any, None]:
     del chunk_loss
     scale, _ = cotangents  # the sums of rows have no gradient
-    d_hidden, d_weight = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
+    # In f32: a factor of 8 bits would move the whole gradient.
+    d_hidden, d_weight = jax.tree.map(
+        lambda leaf: (leaf.astype(jnp.float32) * scale).astype(leaf.dtype), gradients
+    )
     return d_hidden, d_weight, None
 
 

@@ -39,12 +39,12 @@ TARGETS = np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH)).astype(np
 WEIGHTS = np.random.default_rng(1).choice([0.0, 1.0, 2.5], (BATCH, LENGTH)).astype(np.float32)
 
 
-def _value_and_grad(chunk: int, weights=WEIGHTS, targets=TARGETS, **fields):
+def _value_and_grad(chunk: int, weights=WEIGHTS, targets=TARGETS, factor=1.0, **fields):
     execution = ExecutionConfig(loss_chunk=chunk, **fields)
 
     def loss(hidden, weight):
         given = (jnp.asarray(targets), jnp.asarray(weights))
-        return summed_nll(hidden, weight, *given, model=MODEL, execution=execution)
+        return factor * summed_nll(hidden, weight, *given, model=MODEL, execution=execution)
 
     arguments = (_normal(2, *HIDDEN_SHAPE), _normal(3, WIDTH, VOCAB))
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
@@ -140,6 +140,16 @@ def test_bfloat16_is_close(chunk, whole):
     value, grads = _value_and_grad(chunk, precision=precision)
     assert value.dtype == jnp.float32 and {g.dtype for g in grads} == {jnp.dtype("float32")}
     assert_close((value, grads), whole, kind="matmul", dtype="bfloat16")
+
+
+def test_the_divisor_of_the_loss_is_not_rounded_to_bfloat16():
+    """1/85 in bfloat16 would make every gradient 0.13% larger."""
+    precision = PrecisionPolicy(compute="bfloat16")
+    _, plain = _value_and_grad(3, precision=precision)
+    _, divided = _value_and_grad(3, factor=1 / 85, precision=precision)
+    for gradient, undivided in zip(divided, plain, strict=True):
+        share = jnp.sum(gradient * undivided) / jnp.sum(undivided**2)
+        assert share == pytest.approx(1 / 85, rel=3e-4)
 
 
 @pytest.mark.parametrize("length", [16, 24])
