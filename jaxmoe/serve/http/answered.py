@@ -315,7 +315,10 @@ class CompletionForm(Form):
             offsets.append(self._spelling(choice).offset)
             names = _distinct(self._bytes(choice, generated))
             texts.append(names[generated.token])
-            alternatives.append({names[token]: value for token, value in generated.alternatives})
+            top = {names[token]: value for token, value in generated.alternatives}
+            if generated.logprob is not None:  # the token itself stands behind the most likely
+                top.setdefault(names[generated.token], generated.logprob)
+            alternatives.append(top)
         if echo:  # nothing stands before the first token
             alternatives[0] = None
         return {

@@ -70,6 +70,10 @@ def test_log_probabilities(client):
     logprobs = found.choices[0].logprobs
     assert logprobs.tokens == ["b", "c", "d"] and logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.top_logprobs[0] == {"a": -0.5, "b": -1.5} and logprobs.text_offset == [0, 1, 2]
+    for number, top in ((0, {"d": -0.5}), (1, {"a": -0.5, "d": -0.5})):  # the drawn one is there
+        asked = {"model": "speller", "prompt": "c", "max_tokens": 1, "seed": 0, "logprobs": number}
+        found = client.completions.create(**asked)
+        assert found.choices[0].logprobs.top_logprobs == [top]
     talk = client.chat.completions.create(
         model="speller",
         messages=[{"role": "user", "content": "hi"}],
