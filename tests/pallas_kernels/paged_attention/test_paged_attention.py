@@ -151,12 +151,23 @@ def test_the_reference_is_attention_to_the_row_of_a_sequence(name):
 
 @pytest.mark.parametrize("programs", [1, 512])
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+        if name != "chunks"
+    ],
 )
 def test_triton_against_the_reference(monkeypatch, name, programs):
     """With keys split over programs and without."""
     monkeypatch.setattr(gpu, "_PROGRAMS", programs)
     check(interpreted(CASES[name], programs, *arguments(CASES[name])), CASES[name])
+
+
+@pytest.mark.parametrize("implementation", ["pallas_gpu", "pallas_tpu"])
+def test_kernels_refuse_chunks(implementation):
+    with pytest.raises(ValueError, match=r"has no chunks \(chunk=7\): choose 'xla'"):
+        attend(CASES["chunks"], implementation, *arguments(CASES["chunks"]))
 
 
 @pytest.mark.parametrize("name", CASES)
