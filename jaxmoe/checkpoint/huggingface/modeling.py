@@ -392,6 +392,12 @@ class JaxmoeForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.lm_head(self.model.norm(x)).float() * multipliers["logits"]
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            # The trainer says by how many tokens it wants the sum divided where it accumulates.
+            count = kwargs.get("num_items_in_batch")
+            reduction = "mean" if count is None else "sum"
+            rows = logits[:, :-1].flatten(0, 1)
+            loss = F.cross_entropy(rows, labels[:, 1:].flatten(), reduction=reduction)
+            if count is not None:
+                loss = loss / torch.as_tensor(count, device=loss.device)
         return CausalLMOutput(loss=loss, logits=logits)
 '''

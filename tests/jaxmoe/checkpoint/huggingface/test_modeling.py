@@ -153,6 +153,10 @@ def test_modeling_file_computes_the_same_logits(name, tmp_path, monkeypatch):
         )
     )(params, jnp.asarray(tokens), state, jnp.asarray(is_real, jnp.int32))
     assert_close(np.asarray(ours.logits)[is_real], wanted[is_real], "matmul")
+    # The trainer that accumulates gradients divides by the tokens of all batches.
+    mean = theirs(ids, labels=ids).loss.item()
+    part = theirs(ids, labels=ids, num_items_in_batch=40).loss.item()
+    assert_close(np.float32(part), np.float32(mean * 16 / 40), "matmul")
     written = theirs.generate(ids[:1, :4], max_new_tokens=3, do_sample=False)
     assert written.shape == (1, 7)
     theirs.save_pretrained(tmp_path / "again")
