@@ -421,6 +421,7 @@ def assemble(
     layers: tuple[LayerConfig, ...] = (),
     multipliers: ForwardMultipliers | None = None,
     has_balance: bool = True,
+    balance: float = 0.001,
     is_tied: bool = False,
 ) -> ModelConfig:
     """Return the model.
@@ -434,6 +435,7 @@ def assemble(
         layers: Layers with other mixers.
         multipliers: Forward multipliers; all are 1 when None.
         has_balance: Whether the family has a load-balancing loss.
+        balance: Its coefficient where the config does not say it.
         is_tied: Whether embeddings are tied where the config does not say it.
 
     Raises:
@@ -442,7 +444,7 @@ def assemble(
     fields.check_supported()
     num_layers = fields.size("num_hidden_layers")
     width = fields.size("hidden_size")
-    coefficient = fields.get("router_aux_loss_coef", default=0.0)
+    coefficient = fields.get("router_aux_loss_coef", default=balance)
     is_dense = moe is None or len(dense) == num_layers
     model = ModelConfig(
         vocab_size=fields.size("vocab_size"),

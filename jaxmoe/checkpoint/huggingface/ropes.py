@@ -70,13 +70,16 @@ def read_rope(
     """
     thetas = {fields.get("rope_theta")}
     shares = {fields.get("partial_rotary_factor")}
-    scalings: set[RopeScaling] = set()
+    scalings: set[RopeScaling | None] = set()
     for name in ("rope_parameters", "rope_scaling"):
         values = fields.get(name, default={})
         rope = {key: value for key, value in values.items() if value is not None}
         thetas.add(rope.get("rope_theta"))
         shares.add(rope.get("partial_rotary_factor"))
-        if (scaling := _scaling(fields, name, rope, kinds or _KINDS)) is not None:
+        scaling = _scaling(fields, name, rope, kinds or _KINDS)
+        # rope_scaling that names none holds against the other; the other may leave it to this one.
+        is_none_named = name == "rope_scaling" and not {"rope_type", "type"}.isdisjoint(rope)
+        if scaling is not None or (is_none_named and scalings):
             scalings.add(scaling)
     if len(scalings) > 1:
         raise CheckpointError("config.rope_scaling and config.rope_parameters differ")

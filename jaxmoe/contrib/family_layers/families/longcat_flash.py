@@ -103,6 +103,8 @@ class LongcatFlashFamily(Family):
                 f"config.num_hidden_layers={values['num_hidden_layers']} must be twice"
                 f" num_layers={pairs}: two halves of attention are one layer of this family"
             )
+        if not values.get("rope_parameters"):
+            values.setdefault("rope_theta", 1e7)
         fields = Fields(values)
         fields.get("pairs")
         for name, (supported, why) in _ONLY.items():
@@ -112,7 +114,7 @@ class LongcatFlashFamily(Family):
             **{field.name: getattr(latent, field.name) for field in dataclasses.fields(latent)}
         )
         width = fields.size("intermediate_size")
-        idle = fields.get("zero_expert_num", default=0)
+        idle = fields.get("zero_expert_num", default=256)
         moe = MoEConfig(
             num_experts=fields.size("n_routed_experts", "num_local_experts"),
             top_k=fields.size("num_experts_per_tok"),

@@ -257,6 +257,14 @@ def test_defaults_are_those_of_transformers():
     whole = variant("minimax_m2", rope_parameters=..., rotary_dim=..., head_dim=...)
     assert (whole.attention.rope_theta, whole.attention.head_dim) == (5e6, 128)
     assert whole.attention.options is None
+    balanced = {"olmoe": 0.01, "flex_olmo": 0.01, "mixtral": 0.001, "jamba": 0.001, "phimoe": 0.001}
+    for name, coefficient in balanced.items():
+        absent = variant(name, router_aux_loss_coef=...)
+        assert absent == variant(name, router_aux_loss_coef=coefficient)
+        assert absent != variant(name, router_aux_loss_coef=0.0)
+    assert variant("dots1", norm_topk_prob=...) == variant("dots1", norm_topk_prob=False)
+    absent = variant("longcat_flash", rope_parameters=..., zero_expert_num=...)
+    assert absent.attention.rope_theta == 1e7 and absent.moe.zero_computation.num_copy == 256
 
 
 def test_yarn_fields_of_its_authors():
@@ -399,6 +407,14 @@ REFUSED = [
         "qwen3_moe",
         {"rope_scaling": YARN},
         "YaRN here needs factor, original_max_position_embe",
+    ),
+    (
+        "qwen3_moe",
+        {
+            "rope_parameters": YARN | {"original_max_position_embeddings": 8},
+            "rope_scaling": {"type": "default"},
+        },
+        "config.rope_scaling and config.rope_parameters differ",
     ),
     (
         "mixtral",

@@ -57,7 +57,7 @@ class FlexOlmoFamily(Family):
             options=parts.biased_options(fields),
         )
         moe = parts.token_choice(fields, fields.size("intermediate_size"))
-        model = parts.assemble(fields, moe, attention)
+        model = parts.assemble(fields, moe, attention, balance=0.01)
         return dataclasses.replace(model, options=ModelOptions(norm_place="after"))
 
     def fields(self, model: ModelConfig) -> dict[str, Any]:

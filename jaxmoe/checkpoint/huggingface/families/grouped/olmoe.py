@@ -42,7 +42,7 @@ class OlmoeFamily(Family):
         clip = fields.get("clip_qkv")
         options = parts.biased_options(fields, qkv_clip=None if clip is None else float(clip))
         attention = parts.grouped_attention(fields, qk_norm="full", options=options)
-        return parts.assemble(fields, moe, attention)
+        return parts.assemble(fields, moe, attention, balance=0.01)
 
     def fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of a model."""

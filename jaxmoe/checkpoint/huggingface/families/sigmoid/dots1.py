@@ -42,7 +42,7 @@ class Dots1Family(Family):
 
     def model(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the model of a config."""
-        fields = Fields(config)
+        fields = Fields({"norm_topk_prob": False, **config})
         count = fields.size("num_hidden_layers")
         first = fields.get("max_window_layers", default=count)
         if fields.get("sliding_window") is None:
