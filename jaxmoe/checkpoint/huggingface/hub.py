@@ -17,6 +17,8 @@ from jaxmoe.optional import MissingPackageError, require
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+_OTHER_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
+"""Weights in the layout of their authors, which some models have beside those of transformers."""
 
 
 def is_huggingface(path: str | os.PathLike[str]) -> bool:
@@ -72,7 +74,9 @@ def model_directory(name: str | os.PathLike[str], field: str) -> str:
         ) from error
     write(f"{field}={name} is not a directory: downloading it from the Hugging Face hub")
     try:
-        return hub.snapshot_download(name, allow_patterns=list(_FILES))
+        return hub.snapshot_download(
+            name, allow_patterns=list(_FILES), ignore_patterns=list(_OTHER_COPIES)
+        )
     except (OSError, ValueError) as error:  # all errors of the hub and the network are OSErrors
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(

@@ -43,8 +43,15 @@ def downloads(place, monkeypatch):
 
     asked = []
 
-    def snapshot_download(name, allow_patterns):
-        assert "*.safetensors" in allow_patterns
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        files = (
+            "model-00001-of-00002.safetensors",
+            "additional_chat_templates/tool_use.jinja",
+            "original/model.safetensors",
+            "consolidated-00001-of-00008.safetensors",
+        )
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        assert [*module.utils.filter_repo_objects(files, **patterns)] == [*files[:2]]
         asked.append(name)
         if name != "org/olmoe":
             raise OSError(f"404: there is no model {name}\nmore lines")
