@@ -65,7 +65,8 @@ def read_records(
 def _lines(path: str, field: str) -> list[tuple[int, str]]:
     """Return the lines of a file that are not blank, with their numbers from 1."""
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        # Read so, lines end at line feeds and carriage returns alone, as in JSON Lines.
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{field}={path} cannot be read: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

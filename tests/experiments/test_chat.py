@@ -14,6 +14,7 @@ from jaxmoe.data.chat import Message, render
 from jaxmoe.data.chat.built_in import ChatML
 from jaxmoe.data.tokenizer import ByteTokenizer
 from jaxmoe.generation.chat import Chat
+from jaxmoe.generation.prompts import read_prompts
 from jaxmoe.generation.text import Sample
 
 PROMPT = {"add_generation_prompt": True}
@@ -100,6 +101,15 @@ def test_prompts_of_a_file_are_continued_into_another(finished, tmp_path, capsys
     with pytest.raises(SystemExit):
         generate.main([*words, "--prompts", str(given), "--to", str(to)])
     assert "exists: choose a new file" in capsys.readouterr().err
+
+
+def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path):
+    """As lines of JSON: other separators of lines may stand within a text."""
+    prompts = ["a\u2028b\u0085c\x0c", "d"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    for name, parts, ends in (("p.jsonl", lines, "\n"), ("p.txt", prompts, "\r\n")):
+        (tmp_path / name).write_bytes(ends.join(parts).encode("utf-8-sig"))
+        assert read_prompts(str(tmp_path / name)) == prompts
 
 
 @pytest.mark.parametrize(
