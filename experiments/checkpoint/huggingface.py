@@ -28,6 +28,7 @@ from jaxmoe.checkpoint.huggingface.tokenizer import (
     TOKENIZER,
     TokenizerFiles,
     bundled_data,
+    eos_ids,
     is_byte_tokenizer,
     own_tokenizer,
     read_generation,
@@ -161,6 +162,9 @@ def export_run(
     special = {"eos_token_id": files.separator, "bos_token_id": first_token_of(directory)}
     tensors, generation = imported_generation(directory)
     special |= tensors
+    if files.ends:  # of the answers that the run was trained on
+        ends = (*eos_ids(special, generation), *files.ends)
+        generation = generation | {"eos_token_id": list(dict.fromkeys(ends))}
     title = f"Step {step} of the run {config.run.name or pathlib.Path(source).name}"
     to_huggingface(
         model,
@@ -333,6 +337,7 @@ def _with_own_tokenizer(
 def _write_texts(folder: pathlib.Path, texts: Mapping[str, str]) -> None:
     folder.mkdir()
     for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 

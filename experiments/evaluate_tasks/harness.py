@@ -7,7 +7,8 @@
 
 The run's tokenizer encodes texts without separators. The separator between documents precedes a
 text without context, and ends generated text. A model that was imported reads texts as its
-tokenizer encodes them: with the token that begins a text, where that adds one. Context and
+tokenizer encodes them, with the token that begins a text, where that adds one; text ends at any of
+the ids that its files name. Context and
 continuation are split by the harness as for its own models, so that results are comparable.
 Generation is greedy; the answers of a task are written together by the serving engine where it
 serves the model, else one after the other.
@@ -17,6 +18,7 @@ The harness (extra `lm-eval`) is imported when a model is made.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -46,10 +48,17 @@ class TextTokens(NamedTuple):
     """Id before and after every document."""
     begin: tuple[int, ...] = ()
     """Ids that `encode` puts before a text, unless it spells them."""
+    ends: tuple[int, ...] = ()
+    """Ids that end an answer, beside the separator."""
 
     def encode_rest(self, text: str) -> list[int]:
         """Return the ids of a text without those that begin one."""
         return self.encode(text)[len(self.begin) :]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Return all ids that end an answer."""
+        return tuple(dict.fromkeys((self.separator, *self.ends)))
 
 
 class _HarnessCodec:
@@ -65,18 +74,19 @@ class _HarnessCodec:
         return self._text.decode(tokens)
 
 
-def text_tokens(source: Source) -> TextTokens:
+def text_tokens(source: Source, ends: Sequence[int] = ()) -> TextTokens:
     """Return the encoder and decoder of a run's data.
 
     Args:
         source: Data of the run.
+        ends: Ids that end an answer, beside the separator.
 
     Raises:
         ValueError: The data is not text.
     """
     tokenizer = getattr(source, "tokenizer", None)
     if tokenizer is not None and tokenizer.is_text and getattr(source, "is_imported", False):
-        return _imported_tokens(source, tokenizer)
+        return _imported_tokens(source, tokenizer, tuple(ends))
     if tokenizer is not None and tokenizer.is_text and tokenizer.separator is not None:
         begin = () if tokenizer.begin in (None, tokenizer.separator) else (tokenizer.begin,)
         return TextTokens(
@@ -84,10 +94,14 @@ def text_tokens(source: Source) -> TextTokens:
             lambda tokens: source.decode(_array(tokens)),
             tokenizer.separator,
             begin,
+            tuple(ends),
         )
     if tokenizer is None and source.bytes_per_token == 1.0:
         return TextTokens(
-            lambda text: list(text.encode()), lambda tokens: source.decode(_array(tokens)), 0
+            lambda text: list(text.encode()),
+            lambda tokens: source.decode(_array(tokens)),
+            0,
+            ends=tuple(ends),
         )
     raise ValueError(
         "the tasks of the harness are text, and the data of this run is token ids: evaluate it with"
@@ -95,20 +109,20 @@ def text_tokens(source: Source) -> TextTokens:
     )
 
 
-def _imported_tokens(source: Source, tokenizer: Tokenizer) -> TextTokens:
+def _imported_tokens(source: Source, tokenizer: Tokenizer, ends: tuple[int, ...]) -> TextTokens:
     """Return the encoder and decoder of an imported model: its tokenizer's."""
     assert tokenizer.separator is not None  # of a text
-    begin, ends = _add(tokenizer)
+    begin, num_behind = _add(tokenizer)
 
     def encode(text: str) -> list[int]:
         spelled = tokenizer.encode_controls(text).tolist()
         if tuple(spelled[: len(begin)]) == begin:  # not twice
             return spelled
         token_ids = tokenizer.encode_prompt(text).tolist()
-        return token_ids[: len(token_ids) - ends]
+        return token_ids[: len(token_ids) - num_behind]
 
     return TextTokens(
-        encode, lambda tokens: source.decode(_array(tokens)), tokenizer.separator, begin
+        encode, lambda tokens: source.decode(_array(tokens)), tokenizer.separator, begin, ends
     )
 
 
@@ -233,13 +247,13 @@ def harness_model(
             for context, request in requests:
                 ends, most = self._read_request(request)
                 tokens = scorer.cut(text.encode(context) or [text.separator], most)
-                sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=(text.separator,))
+                sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=text.stop_ids)
                 prompts.append(Prompt(tokens=tuple(tokens), sampling=sampling, stop=tuple(ends)))
             assert make_executor is not None  # the caller has looked
             executor = executor or make_executor()
             answers = answer_all(executor, prompts, _HarnessCodec(text))
             return [
-                _answer(text, answer.tokens, prompt.stop)
+                answer_of(text, answer.tokens, prompt.stop)
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
 
@@ -248,28 +262,25 @@ def harness_model(
             ends, most = self._read_request(request)
 
             def is_done(written: list[int]) -> bool:
-                if written[-1] == text.separator:
+                if written[-1] in text.stop_ids:
                     return True
                 return any(end in text.decode(written) for end in ends)
 
             tokens = text.encode(context) or [text.separator]
-            return _answer(text, scorer.greedy(tokens, most, is_done), ends)
+            return answer_of(text, scorer.greedy(tokens, most, is_done), ends)
 
     return HarnessModel()
 
 
-def _answer(text: TextTokens, written: Sequence[int], ends: Sequence[str]) -> str:
+def answer_of(text: TextTokens, written: Sequence[int], ends: Sequence[str]) -> str:
     """Return the text of an answer up to its first stop text, decoded as the harness does it.
 
     Args:
         text: Decoder of the tokens.
-        written: Token ids; the separator ends them.
+        written: Token ids; the first of the ids that end an answer ends them.
         ends: Stop texts.
     """
-    written = list(written)
-    if text.separator in written:
-        written = written[: written.index(text.separator)]
-    answer = text.decode(written)
+    answer = text.decode([*itertools.takewhile(lambda token: token not in text.stop_ids, written)])
     for end in ends:
         answer = answer.partition(end)[0]
     return answer

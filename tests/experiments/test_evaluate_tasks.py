@@ -13,7 +13,7 @@ import pytest
 from experiments.checkpoint import __main__ as checkpoint
 from experiments.cli.flags import ExitCode
 from experiments.evaluate_tasks import __main__ as evaluate_tasks
-from experiments.evaluate_tasks.harness import harness_model, text_tokens
+from experiments.evaluate_tasks.harness import answer_of, harness_model, text_tokens
 from jaxmoe.data import CorpusConfig, TextOnlyConfig
 from jaxmoe.data.tokenizer import FileConfig
 from jaxmoe.run.load import load_run
@@ -96,6 +96,14 @@ def test_texts_of_imported_models_begin_as_their_tokenizer_begins_them(tmp_path)
     plain = write_sentencepiece(tmp_path / "plain", has_bos=False)
     other = text_tokens(TextOnlyConfig(tokenizer=FileConfig(path=str(plain))).build())
     assert other.begin == () and other.encode("hello") == context[1:] == other.encode_rest("hello")
+
+
+def test_answers_end_at_each_of_the_ids_that_end_a_text():
+    text = text_tokens(CorpusConfig().build(), (ord("#"),))
+    for end in (0, ord("#")):
+        assert end in text.stop_ids
+        assert answer_of(text, [*b"42", end, *b" more", 0], ("\n",)) == "42"
+    assert answer_of(text, list(b"4\n2"), ("\n",)) == "4"
 
 
 def test_evaluate_tasks_refuses_ids(tmp_path, capsys):

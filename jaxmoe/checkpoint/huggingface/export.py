@@ -139,6 +139,7 @@ def to_huggingface(
             settings = {n: config[n] for n in TOKENS if config[n] is not None} | settings
             _write_json(partial / GENERATION, settings)
         for file, content in (texts or {}).items():
+            (partial / file).parent.mkdir(exist_ok=True)
             with open(partial / file, "x", encoding="utf-8") as stream:  # must not exist
                 stream.write(content)
     return pathlib.Path(directory)

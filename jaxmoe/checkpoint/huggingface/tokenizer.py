@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data import CorpusConfig, SourceKind, TextOnlyConfig
-from jaxmoe.data.chat import read_built_in, template_of
+from jaxmoe.data.chat import MORE_TEMPLATES, answer_ids, read_built_in, template_of
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
 from jaxmoe.data.tokenizer.byte_level import CHARACTERS
 from jaxmoe.json_bounds import parse_json
@@ -38,10 +38,11 @@ TOKENIZER = "tokenizer.json"
 _MAX_BYTES, _MAX_VALUES = 1 << 28, 1 << 24  # an object or a list for each merge
 GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
 _JINJA = "chat_template.jinja"
 _BESIDE = (
     _SETTINGS,
-    "special_tokens_map.json",
+    _SPECIAL,
     "added_tokens.json",
     _JINJA,
     "vocab.json",
@@ -58,6 +59,8 @@ class TokenizerFiles(NamedTuple):
     """Id that ends a document."""
     words: str
     """Description in one line."""
+    ends: tuple[int, ...] = ()
+    """Ids that end an answer of conversations; none of other data."""
 
 
 def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
@@ -86,12 +89,15 @@ def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
     sentence = f"documents are separated by {read.separator_token!r} (id {read.separator})"
     texts = tokenizer_texts(read, is_trained=kind.is_trained)
     texts |= _template(data, read.separator_token, read.begin_token)
-    return TokenizerFiles(texts, read.separator, sentence)
+    return TokenizerFiles(texts, read.separator, sentence, answer_ids(data, read))
 
 
 def _template(data: SourceKind, separator: str, begin: str) -> dict[str, str]:
-    """Return the file of the chat template by which the data writes conversations, if it does."""
-    if (name := data.traits.template) is None:
+    """Return the file of the chat template by which the data writes conversations, if it does.
+
+    That of the tokenizer is among its companions, with others beside it.
+    """
+    if (name := data.traits.template) in (None, "tokenizer"):
         return {}
     assert data.tokenizer is not None  # conversations are text
     return {_JINJA: template_of(name, data.tokenizer).jinja(separator, begin)}
@@ -119,7 +125,7 @@ def read_tokenizer_files(directory: pathlib.Path) -> dict[str, str]:
     """
     if not os.path.lexists(directory / TOKENIZER):
         return {}
-    names = [name for name in (TOKENIZER, *_BESIDE) if os.path.lexists(directory / name)]
+    names = (TOKENIZER, *_names_beside(directory))
     return {name: _read(plain_file(directory, name)) for name in names}
 
 
@@ -232,12 +238,15 @@ def own_tokenizer(directory: pathlib.Path, text: str, fields: Mapping[str, Any])
 
 
 def _end_token(directory: pathlib.Path) -> str | None:
-    """Return the eos_token of the settings of a tokenizer, if they name one."""
-    if not (directory / _SETTINGS).is_file():
-        return None
-    token = read_object(plain_file(directory, _SETTINGS)).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+    """Return the eos_token of the settings of a tokenizer or of its map, if one names it."""
+    for name in (_SETTINGS, _SPECIAL):
+        if not (directory / name).is_file():
+            continue
+        token = read_object(plain_file(directory, name)).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None
 
 
 def _begin_token(text: str) -> str | None:
@@ -288,8 +297,16 @@ def _settings(**tokens: str) -> Mapping[str, Any]:
     }
 
 
+def _names_beside(directory: pathlib.Path) -> list[str]:
+    """Return the names of the companions of a tokenizer.json that a directory has."""
+    more = sorted(path.name for path in (directory / MORE_TEMPLATES).glob("*.jinja"))
+    names = (*_BESIDE, *(f"{MORE_TEMPLATES}/{name}" for name in more))
+    return [name for name in names if os.path.lexists(directory / name)]
+
+
 def _texts_beside(directory: pathlib.Path) -> dict[str, str]:
-    return {name: _read(directory / name) for name in _BESIDE if (directory / name).is_file()}
+    names = _names_beside(directory)
+    return {name: _read(directory / name) for name in names if (directory / name).is_file()}
 
 
 def _read(path: pathlib.Path) -> str:

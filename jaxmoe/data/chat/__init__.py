@@ -31,13 +31,13 @@ from jaxmoe.data.chat.render import (
     stop_sequences,
 )
 from jaxmoe.data.chat.template import ChatTemplate
-from jaxmoe.data.chat.tokenizer_template import read_template
+from jaxmoe.data.chat.tokenizer_template import MORE_TEMPLATES, read_template
 from jaxmoe.data.packed import PackedSource, build_sources
 from jaxmoe.data.packing import CONCATENATED_WEIGHTS
 from jaxmoe.data.pieces import Long
 from jaxmoe.data.reading.config import ReadingConfig
-from jaxmoe.data.source import SourceTraits, TemplateName
-from jaxmoe.data.tokenizer import TokenizerConfig
+from jaxmoe.data.source import SourceKind, SourceTraits, TemplateName
+from jaxmoe.data.tokenizer import Tokenizer, TokenizerConfig
 
 masked = mask_conversation
 """`mask_conversation` by the name that programs of version 0.1 import."""
@@ -70,7 +70,24 @@ def template_of(
     return read_built_in(template.source, dict(template.special).get("eos_token")) or template
 
 
+def answer_ids(data: SourceKind, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the ids that end an answer of conversations; none of data that writes none.
+
+    Args:
+        data: Data config.
+        tokenizer: Its tokenizer; None where it has none.
+
+    Raises:
+        DataError: The template cannot be read.
+    """
+    if data.traits.template is None or data.tokenizer is None or tokenizer is None:
+        return ()
+    ends = stop_sequences(template_of(data.traits.template, data.tokenizer), tokenizer)
+    return tuple(end[0] for end in ends if len(end) == 1)
+
+
 __all__ = [
+    "MORE_TEMPLATES",
     "ROLES",
     "ChatConfig",
     "ChatTemplate",
@@ -78,6 +95,7 @@ __all__ = [
     "Masked",
     "Message",
     "TemplateName",
+    "answer_ids",
     "first_control",
     "holds_conversations",
     "mask_conversation",

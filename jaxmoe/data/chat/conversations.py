@@ -25,7 +25,14 @@ from jaxmoe.data.chat.messages import (
     is_conversation,
     read_conversation,
 )
-from jaxmoe.data.chat.render import Masked, PrefixError, TrainOn, mask_answers, mask_conversation
+from jaxmoe.data.chat.render import (
+    Masked,
+    PrefixError,
+    TrainOn,
+    check_calls,
+    mask_answers,
+    mask_conversation,
+)
 from jaxmoe.data.chat.template import ChatTemplate
 from jaxmoe.data.files import FileCollection
 from jaxmoe.data.held_out import digest
@@ -165,17 +172,11 @@ class Conversations(FileCollection):
         messages, tools = conversation
         template = self._template if tools is None else self._template.with_tools(tools)
         key = digest((as_json(messages) + (tools or "")).encode())
-        calls = [call.name for message in messages for call in message.calls]
-        if calls or tokenizer is None:
-            pieces = template.pieces(messages, add_generation_prompt=False)
-            text = "".join(piece.text for piece in pieces)
-            if not all(name in text for name in calls):
-                raise ConversationError(
-                    f"an answer calls {calls[0]!r}, and the chat template of the tokenizer writes"
-                    " no calls: take a model that was made for calls, or leave the conversation out"
-                )
+        if tokenizer is None or any(message.calls for message in messages):
+            pieces = list(template.pieces(messages, add_generation_prompt=False))
+            check_calls(messages, pieces)
             if tokenizer is None:
-                yield Record(where, text, digest=key)
+                yield Record(where, "".join(piece.text for piece in pieces), digest=key)
                 return
         try:
             parts = [mask_conversation(messages, template, tokenizer, self._train_on)]

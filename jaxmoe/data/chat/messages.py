@@ -134,14 +134,17 @@ def read_conversation(value: Any) -> Conversation:
             f"has a field {media!r}, and models here read text alone: leave such records out, or"
             " remove the field if the text makes sense without"
         )
+    if {"chosen", "rejected"} <= fields.keys() and "completion" not in fields:
+        name = "completion" if "prompt" in fields else "messages"
+        raise ConversationError(
+            "has fields 'chosen' and 'rejected'. These are pairs of preferences: rename 'chosen' to"
+            f" {name!r}, to train on its answers"
+        )
     names_with_value = {name for name, item in fields.items() if item != ""}
     form = next((form for form in CONVERSATIONS if set(form) & names_with_value), None)
     if form is None:
         names = ", ".join(map(repr, value)) or "none"
-        reason = ""
-        if {"chosen", "rejected"} <= fields.keys():
-            reason = ". These are pairs of preferences: rename 'chosen' to train on its answers"
-        raise ConversationError(f"has fields {names}: {_NEITHER}. Rename its fields{reason}")
+        raise ConversationError(f"has fields {names}: {_NEITHER}. Rename its fields")
     if form == ("prompt", "completion"):
         messages = _prompt_and_completion(fields.get("prompt"), fields.get("completion"))
     elif form == ("instruction", "output"):

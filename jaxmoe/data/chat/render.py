@@ -69,8 +69,29 @@ def render(
     """
     _check_contents(messages, template, tokenizer)
     if is_continued:
-        return _encode(_pieces_to_continue(messages, template), tokenizer, {})
-    return _render(messages, template, tokenizer, add_generation_prompt, {})
+        pieces = _pieces_to_continue(messages, template)
+    else:
+        pieces = list(template.pieces(messages, add_generation_prompt=add_generation_prompt))
+    check_calls(messages, pieces)
+    return _encode(pieces, tokenizer, {})
+
+
+def check_calls(messages: Sequence[Message], pieces: Sequence[ChatPiece]) -> None:
+    """Check that a template has written the calls of its messages.
+
+    Args:
+        messages: Turns, in order.
+        pieces: What the template made of them.
+
+    Raises:
+        ConversationError: The name of a function that is called is nowhere.
+    """
+    calls = [call.name for message in messages for call in message.calls]
+    if calls and not all(name in "".join(piece.text for piece in pieces) for name in calls):
+        raise ConversationError(
+            f"an answer calls {calls[0]!r}, and the chat template of the tokenizer writes no calls:"
+            " take a model that was made for calls, or leave the conversation out"
+        )
 
 
 def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -141,16 +162,16 @@ def mask_answers(
     """
     return [
         _mask(messages[: number + 1], template, tokenizer, "last", may_part=True)
-        for number in _trained_answers(messages)
+        for number in _answers(messages, is_trained=True)
     ]
 
 
-def _trained_answers(messages: Sequence[Message]) -> list[int]:
-    """Return the places of the answers to train on."""
+def _answers(messages: Sequence[Message], *, is_trained: bool) -> list[int]:
+    """Return the places of the answers to train on, or of the others."""
     return [
         number
         for number, message in enumerate(messages)
-        if message.role == ANSWER and message.is_trained
+        if message.role == ANSWER and message.is_trained is is_trained
     ]
 
 
@@ -164,6 +185,7 @@ def mask_conversation(
         template: How turns are written.
         tokenizer: Tokenizer of text.
         train_on: assistant: every answer. last: the last answer. all: every token but the first.
+            Of none an answer that is not to be trained on.
 
     Raises:
         ConversationError: As `render`, or the rendering of a prefix is no prefix.
@@ -199,13 +221,24 @@ def _mask(
             following = marks[-1] if messages[-1].calls else marks[0]  # a tool, or the user
             tokens = np.append(tokens, np.int32(following))
     weights = np.zeros(len(tokens), np.uint8)
-    answers = _trained_answers(messages)
+    answers = _answers(messages, is_trained=True)
+    left_out = _answers(messages, is_trained=False)
     if train_on == "all":
         weights[1:] = 1
+        try:
+            for number in left_out:
+                weights[length(number, True) : length(number + 1, False)] = 0
+        except PrefixError as error:
+            raise ConversationError(
+                f"messages[{left_out[0]}] is not to be trained on, and data.train_on=all trains"
+                f" whole conversations with this template: choose assistant ({error})"
+            ) from error
         is_endless = answers and not any(_last_end(tokens, 0, stop) for stop in stops)
         return Masked(tokens, weights, len(answers) if is_endless else 0)
+    if train_on == "last":
+        answers = [number for number in answers[-1:] if number > max(left_out, default=-1)]
     endless = 0
-    for number in answers[-1:] if train_on == "last" else answers:
+    for number in answers:
         try:
             start = length(number, True)
         except PrefixError:

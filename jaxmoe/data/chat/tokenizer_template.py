@@ -33,9 +33,12 @@ from jaxmoe.optional import require
 
 SETTINGS = "tokenizer_config.json"
 JINJA = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of the templates beside that file, by name."""
 SPECIAL = "special_tokens_map.json"
 """Further special tokens; those of SETTINGS are taken first."""
 _ASKS_FOR_DAY = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
+_ASKS_FOR_NULL = re.compile(r"content['\"\])]*\s*(is\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
 _ENDS = ("generation_config.json", "config.json")
 """Files with the ids that end a text, of the model beside the tokenizer; the first that has any."""
 _VALUES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -76,6 +79,22 @@ class TokenizerTemplate:
         self, messages: Sequence[Message], *, add_generation_prompt: bool
     ) -> Iterator[ChatPiece]:
         """Yield the whole conversation as one piece."""
+        written = [_message_values(message) for message in messages]
+        text = self._text(written, add_generation_prompt)
+        calls = [call.name for message in messages for call in message.calls]
+        if not all(name in text for name in calls) and _ASKS_FOR_NULL.search(self.source):
+            for values in written:
+                if "tool_calls" in values and not values["content"]:
+                    values["content"] = None  # by which this template knows that an answer calls
+            text = self._text(written, add_generation_prompt)
+        yield ChatPiece("control", text)
+
+    def _text(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """Return what the template makes of messages.
+
+        Raises:
+            ConversationError: It refuses them, or writes too much.
+        """
         template, errors = _compile_programs(self.source, self.where)
         values = {**dict(self.special), **json.loads(self.variables)}
         if self._writes_day:
@@ -84,7 +103,7 @@ class TokenizerTemplate:
         size = 0
         try:
             for part in template.generate(
-                messages=[_message_values(message) for message in messages],
+                messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=json.loads(self.tools),
                 documents=None,
@@ -98,7 +117,7 @@ class TokenizerTemplate:
             raise ConversationError(
                 f"the chat template of {self.where} refuses messages 1 to {len(messages)}: {error}"
             ) from error
-        yield ChatPiece("control", "".join(parts))
+        return "".join(parts)
 
     @property
     def _writes_day(self) -> bool:
@@ -245,6 +264,8 @@ def _source(place: pathlib.Path, name: str = "default") -> tuple[Any, dict[str, 
         source = matches[0].get("template") if matches else None
     elif name != "default":
         source = None
+    if name != "default" and (text := _read(place / MORE_TEMPLATES / f"{name}.jinja")) is not None:
+        source = text
     return source, settings, where
 
 

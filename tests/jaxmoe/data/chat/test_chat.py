@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from jaxmoe.checkpoint.huggingface.tokenizer import bundled_data
 from jaxmoe.data import ChatConfig, DataError, Loader, Source, check_position
 from jaxmoe.data.chat import Message, conversations, read_messages
 from jaxmoe.data.chat.tokenizer_template import read_template
@@ -85,6 +86,7 @@ def test_every_format_gives_the_same_conversations():
         ("[1, 2]", "expected an object, found list: a conversation has .messages"),
         ({"text": "x"}, "has fields 'text': a conversation has 'messages' .* Rename its fields"),
         ({"chosen": [], "rejected": []}, "These are pairs of preferences: rename 'chosen' to"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "rename 'chosen' to 'completion'"),
         ({"conversations": []}, "field 'conversations' is empty: give it a message"),
         ({"prompt": "x"}, "completion must be a text, found nothing"),
         ({"prompt": "x", "completion": 3}, "completion must be a text, found int 3"),
@@ -198,6 +200,11 @@ def test_special_tokens_of_a_map_are_given_to_the_template():
     template = read_template(place)
     (piece,) = template.pieces([Message("user", "hi")], add_generation_prompt=False)
     assert piece.text == "<|im_start|>hi<|im_end|>" and template.end.text == "<|im_end|>"
+    (place / "tokenizer_config.json").write_text("{}")
+    named["eos_token"] = {"content": "<|im_end|>"}
+    (place / "special_tokens_map.json").write_text(json.dumps(named))
+    data = bundled_data(place, {"vocab_size": 400, "eos_token_id": None})
+    assert data.tokenizer.separator == "<|im_end|>"
     (place / "special_tokens_map.json").write_text("[]")
     with pytest.raises(DataError, match="special_tokens_map.json must hold an object"):
         read_template(place)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations with the masked text spelled out: what is trained stands in [[ ]]."""
 
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -212,6 +214,30 @@ def test_the_mark_of_the_next_role_ends_an_answer(tmp_path, train_on):
     assert _marked(found, tokenizer) == "<|im_start|>Hi<|im_end|>[[Hello<|im_start|>]]Bye"
 
 
+@pytest.mark.parametrize(
+    ("number", "train_on", "wanted"),
+    [
+        (1, "assistant", "|Hi|Hello<|im_end|>Bye|[[See you<|im_end|>]]"),
+        (1, "last", "|Hi|Hello<|im_end|>Bye|[[See you<|im_end|>]]"),
+        (1, "all", "|[[Hi|]]Hello<|im_end|>[[Bye|See you<|im_end|>]]"),
+        (3, "assistant", "|Hi|[[Hello<|im_end|>]]Bye|See you<|im_end|>"),
+        (3, "last", "|Hi|Hello<|im_end|>Bye|See you<|im_end|>"),
+        (3, "all", "|[[Hi|Hello<|im_end|>Bye|]]See you<|im_end|>"),
+    ],
+)
+def test_an_answer_of_weight_0_is_not_trained(tmp_path, number, train_on, wanted):
+    text = (
+        "{% for m in messages %}{{ m.content + '<|im_end|>' if m.role == 'assistant' else"
+        " '<|im_start|>' + m.content + '<|im_start|>' }}{% endfor %}"
+    )
+    template, tokenizer = _read(tmp_path, text)
+    messages = _messages(*TWO_TURNS)
+    messages[number] = dataclasses.replace(messages[number], is_trained=False)
+    found = _marked(mask_conversation(messages, template, tokenizer, train_on), tokenizer)
+    wanted = wanted.replace("Bye", "|Bye").replace("||", "|")
+    assert found.replace("<|im_start|>", "|") == wanted
+
+
 def test_answers_of_a_template_without_prefixes_are_masked_one_by_one(tmp_path):
     """Each behind what the model reads when it writes it, in words about it."""
     template, tokenizer = _read(tmp_path, THINKING)
@@ -282,8 +308,12 @@ def test_exported_template_is_read_again_with_its_end(tmp_path, place, name, is_
     if not is_bytes:
         tokenizer = FileConfig(path=str(place), separator="<|end|>")
         data = ChatConfig(path=("none",), template=name, tokenizer=tokenizer)
-    for file, text in tokenizer_files(data).texts.items():
+    files = tokenizer_files(data)
+    for file, text in files.texts.items():
         (tmp_path / file).write_text(text)
+    end = {"chatml": "<|im_end|>", "plain": "<|end|>"}[name]
+    assert is_bytes or data.tokenizer.build(tuple, place).spell(np.array(files.ends)) == end
+    assert not (is_bytes and files.ends)
     model = bundled_data(tmp_path, {"vocab_size": 256, "eos_token_id": None})
     assert model.tokenizer.is_bytes == is_bytes
     assert template_of(template_name(model), model.tokenizer) == TEMPLATES[name]

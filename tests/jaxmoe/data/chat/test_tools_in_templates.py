@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from jaxmoe.data.chat import render
+from jaxmoe.checkpoint.huggingface.tokenizer import read_tokenizer_files, tokenizer_files
+from jaxmoe.data.chat import ChatConfig, render
 from jaxmoe.data.chat.built_in import ChatML, Plain
 from jaxmoe.data.chat.messages import ConversationError, read_messages
 from jaxmoe.data.chat.tokenizer_template import read_template
@@ -82,6 +83,51 @@ def test_arguments_are_a_text_where_a_template_joins_them(tmp_path):
     ours, _ = _tokenizer(tmp_path / "t", JOINED)
     (piece,) = ours.pieces(read_messages(TURNS), add_generation_prompt=False)
     assert piece.text == f"the {json.dumps(ARGUMENTS, ensure_ascii=False)} and"
+
+
+ASKS_FOR_NULL = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m['content'] is none %}"
+    "{% for call in m.tool_calls %}{{ 'CALL ' + call.function.name }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+)
+"""Knows an answer that calls by a content of null, as templates of DeepSeek do."""
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_call_has_no_content_where_a_template_asks_so(tmp_path, content):
+    ours, _ = _tokenizer(tmp_path / "t", ASKS_FOR_NULL)
+    messages = read_messages([TURNS[0], TURNS[1] | {"content": content}, TURNS[2]])
+    (piece,) = ours.pieces(messages, add_generation_prompt=False)
+    assert piece.text == "quick the<|im_end|>CALL find<|im_end|>dogs<|im_end|>"
+    (piece,) = ours.pieces(read_messages([TURNS[0]]), add_generation_prompt=False)
+    assert piece.text == "quick the<|im_end|>"
+
+
+def test_a_template_that_writes_no_calls_is_refused_wherever_it_is_rendered(tmp_path):
+    ours, tokenizer = _tokenizer(tmp_path / "t", CHATML)
+    with pytest.raises(ConversationError, match="an answer calls 'find', and the chat template of"):
+        render(read_messages(TURNS), ours, tokenizer, add_generation_prompt=True)
+
+
+def test_templates_in_files_of_their_own_are_read_and_kept(tmp_path):
+    """As transformers writes them since version 5: one file each, in a folder."""
+    write_tokenizer(tmp_path / "t", None)
+    folder = tmp_path / "t" / "additional_chat_templates"
+    folder.mkdir()
+    (tmp_path / "t" / "chat_template.jinja").write_text("D{{ messages[0].content }}")
+    (folder / "tool_use.jinja").write_text("T{{ tools | length }}{{ messages[0].content }}")
+    template = read_template(tmp_path / "t")
+    (piece,) = template.pieces(read_messages(TURNS[:1]), add_generation_prompt=False)
+    assert piece.text == "Dquick the"
+    with_tools = template.with_tools(json.dumps(TOOLS))
+    (piece,) = with_tools.pieces(read_messages(TURNS[:1]), add_generation_prompt=False)
+    assert piece.text == "T1quick the"
+    kept = read_tokenizer_files(tmp_path / "t")
+    assert {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"} <= kept.keys()
+    data = ChatConfig(
+        path=("none",), template="tokenizer", tokenizer=FileConfig(path=str(tmp_path / "t"))
+    )
+    assert tokenizer_files(data).texts == kept
 
 
 @pytest.mark.parametrize("template", [ChatML(), Plain()], ids=["chatml", "plain"])
