@@ -142,8 +142,14 @@ def _add_call(messages: list[Any], item: Mapping[str, Any]) -> None:
     call = {"id": item.get("call_id", ""), "type": "function", "function": function}
     latest = messages[-1] if messages else None
     if isinstance(latest, Mapping) and latest.get("role") == "assistant":
-        calls = [*latest.get("tool_calls", ()), call]
-        messages[-1] = {**latest, "tool_calls": calls}
+        calls = latest.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise wrong(
+                "input",
+                f" has a message whose tool_calls={calls!r:.60} are no list: write calls as items"
+                " of the type function_call",
+            )
+        messages[-1] = {**latest, "tool_calls": [*calls, call]}
     else:
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
 

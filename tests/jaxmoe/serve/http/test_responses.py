@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/responses through OpenAI's client: items, events, what maps onto a conversation."""
 
+import itertools
 import json
 
 import openai
 import pytest
 
+from jaxmoe.serve.engine import Engine
+from jaxmoe.serve.http.errors import HTTPError
 from jaxmoe.serve.http.grammars import Grammars
 from jaxmoe.serve.http.reasoning import ThinkTagsConfig
-from jaxmoe.serve.http.responses import _SAME, _messages
+from jaxmoe.serve.http.responses import _SAME, _messages, read_response
+from jaxmoe.serve.http.served import Served
 from tests.jaxmoe.serve.http.test_agents import text_executor
 from tests.jaxmoe.serve.http.test_tools import (
     ADD,
@@ -24,7 +28,7 @@ from tests.jaxmoe.serve.http.test_tools import (
     _check_arguments,
     _tool,
 )
-from tests.support.endpoint import serving
+from tests.support.endpoint import Speller, Text, serving
 
 ANSWER = (
     '<think>so</think>I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -167,6 +171,31 @@ def test_what_a_response_cannot_be_made_of_is_refused_by_its_field(client, field
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**BODY | {"extra_body": fields})
     assert message in caught.value.body["message"] and caught.value.param == param
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+ITEMS = (
+    {"type": "message", "role": "assistant", "content": "a", "tool_calls": []},
+    CALL,
+    {"type": "function_call_output", "call_id": "c", "output": "3"},
+    {"type": "reasoning", "summary": [], "content": []},
+)
+
+
+def test_a_member_of_any_type_is_taken_or_refused_in_words():
+    with Engine(Speller(), codec=Text()) as engine:
+        served = Served(name="speller", engine=engine, codec=CODEC, chat=CHAT, tool_parser=HERMES)
+        refusals = list[str]()
+        for item, value in itertools.product(ITEMS, (None, 3, True, "x", [], [1], [None], {})):
+            for name in item:
+                try:
+                    read_response({"input": [{**item, name: value}, CALL]}, served)
+                except HTTPError as error:
+                    assert error.status == 400 and error.param == "input"
+                    refusals.append(error.message)
+        assert any("tool_calls=3 are no list" in message for message in refusals)
+        body = {"input": [{**ITEMS[0], "tool_calls": None}, CALL]}
+        assert read_response(body, served)[0].prompts
 
 
 ENDS = [*"@ABCDEFGHIJKLMNO"]
