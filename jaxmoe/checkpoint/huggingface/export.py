@@ -138,11 +138,16 @@ def to_huggingface(
         if settings:  # generation reads token ids from this file alone if it exists
             settings = {n: config[n] for n in TOKENS if config[n] is not None} | settings
             _write_json(partial / GENERATION, settings)
-        for file, content in (texts or {}).items():
-            (partial / file).parent.mkdir(exist_ok=True)
-            with open(partial / file, "x", encoding="utf-8") as stream:  # must not exist
-                stream.write(content)
+        _write_texts(partial, texts or {})
     return pathlib.Path(directory)
+
+
+def _write_texts(directory: pathlib.Path, texts: Mapping[str, str]) -> None:
+    """Write files that are not there yet, by name."""
+    for name, content in texts.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        with open(directory / name, "x", encoding="utf-8") as stream:
+            stream.write(content)
 
 
 def _write_json(path: pathlib.Path, fields: Mapping[str, Any], *, sort_keys: bool = False) -> None:
