@@ -175,8 +175,9 @@ def load_metrics(load: np.ndarray) -> tuple[dict[str, float], dict[str, Histogra
     width = max(2, len(str(experts - 1)))
     for layer, row in enumerate(ratio):
         name = f"router/layer_{layer:0{max(2, len(str(layers - 1)))}}"
-        scalars[f"{name}/max_violation"] = float(row.max()) - 1.0
-        scalars[f"{name}/min_violation"] = 1.0 - float(row.min())
+        is_routed = bool(row.any())  # not in a batch of padding
+        scalars[f"{name}/max_violation"] = float(row.max()) - 1.0 if is_routed else 0.0
+        scalars[f"{name}/min_violation"] = 1.0 - float(row.min()) if is_routed else 0.0
         scalars[f"{name}/load_entropy"] = float(entropy[layer])
         if layers * experts <= MAX_EXPERT_SCALARS:
             for expert, value in enumerate(row):

@@ -291,7 +291,7 @@ class TerminalView:
         assert self.load is not None
         ratio = self.load * self.load.shape[-1]
         worst = int(ratio.max(-1).argmax())
-        violation = float(ratio.max()) - 1.0
+        violation = max(float(ratio.max()) - 1.0, 0.0)  # a batch of padding routes nothing
         style = "red" if violation > 1.0 else "yellow" if violation > 0.5 else "green"
         items: list[list[Span]] = [
             [

@@ -18,6 +18,8 @@ local activation   share of the assignments whose expert is on the token's devic
 replayed           share of the assignments that were recorded elsewhere (jaxmoe/routing/replay.py)
 replay changed     share of those that the router itself would not have chosen
 
+Where nothing is routed, as in a batch of padding, violations and shares are 0.
+
 `LoadWindow` accumulates loads over steps: experts that are overloaded in turn are balanced over a
 window. `watch_state` summarises biases.
 """
@@ -30,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxmoe.routing.balancers import load_balance, pool_layers, router_z
 from jaxmoe.routing.base import RouterStatistics
@@ -50,13 +52,20 @@ def load(statistics: RouterStatistics) -> Float[Array, "*L E"]:
 
 def max_violation(statistics: RouterStatistics) -> Float[Array, "*L"]:
     """Return the largest load over the mean load, minus 1 (arXiv 2408.15664, eq. 4)."""
-    return load(statistics).max(-1) * statistics.counts.shape[-1] - 1.0
+    violation = load(statistics).max(-1) * statistics.counts.shape[-1] - 1.0
+    return jnp.where(_is_routed(statistics), violation, 0.0)
 
 
 def dropped_fraction(statistics: RouterStatistics) -> Float[Array, "*L"]:
-    """Return the share of the assignments that were dropped by the capacity."""
+    """Return the share of the assignments that were dropped by the capacity; 0 without any."""
     kept = statistics.kept.sum(-1) - statistics.extra.get(ADDED, 0.0)
-    return 1.0 - kept / jnp.maximum(statistics.counts.sum(-1), 1.0)
+    dropped = 1.0 - kept / jnp.maximum(statistics.counts.sum(-1), 1.0)
+    return jnp.where(_is_routed(statistics), dropped, 0.0)
+
+
+def _is_routed(statistics: RouterStatistics) -> Bool[Array, "*L"]:
+    """Return whether a layer has an assignment."""
+    return statistics.counts.sum(-1) > 0.0
 
 
 def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
@@ -71,14 +80,17 @@ def summarise(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1)
     tokens = jnp.maximum(statistics.num_tokens, 1.0)
     violation = max_violation(statistics)
+    is_routed = _is_routed(statistics)
+    least = jnp.where(is_routed, 1.0 - num_experts * share.min(-1), 0.0)
+    mean_violation = jnp.abs(num_experts * share - 1.0).mean(-1)
     return {
         "load_balance": load_balance(statistics).mean(),
         "load_balance_pooled": load_balance(pool_layers(statistics)),
         "router_z": router_z(statistics).mean(),
         "max_violation": violation.mean(),
         "max_violation_worst": violation.max(),
-        "min_violation": (1.0 - num_experts * share.min(-1)).mean(),
-        "avg_violation": jnp.abs(num_experts * share - 1.0).mean(),
+        "min_violation": least.mean(),
+        "avg_violation": jnp.where(is_routed, mean_violation, 0.0).mean(),
         "load_entropy": entropy.mean() / log_experts,
         "effective_experts": jnp.exp(entropy).mean(),
         "router_entropy": (statistics.entropy_sum / tokens).mean() / log_experts,
@@ -116,9 +128,10 @@ def _replay(statistics: RouterStatistics) -> dict[str, Float[Array, ""]]:
         return {}
     number, replay_sum = jnp.moveaxis(statistics.extra[REPLAYED], -1, 0)
     total = jnp.maximum(statistics.counts.sum(), 1.0)
+    changed = 1.0 - replay_sum.sum() / jnp.maximum(number.sum(), 1.0)
     return {
         "replayed": number.sum() / total,
-        "replay_changed": 1.0 - replay_sum.sum() / jnp.maximum(number.sum(), 1.0),
+        "replay_changed": jnp.where(number.sum() > 0.0, changed, 0.0),
     }
 
 
@@ -167,7 +180,7 @@ class LoadWindow:
         Args:
             load: Share of each expert, `StepMetrics.load`; steps have equal weight.
         """
-        violation = load.max(-1) / load.mean(-1) - 1.0
+        violation = _violation(load)
         return LoadWindow(
             num_steps=self.num_steps + 1.0,
             load_sum=self.load_sum + load,
@@ -179,10 +192,17 @@ class LoadWindow:
         """Return per layer the max violation of the summed load, and its mean and largest by
         step."""
         return {
-            "max_violation_window": self.load_sum.max(-1) / self.load_sum.mean(-1) - 1.0,
+            "max_violation_window": _violation(self.load_sum),
             "max_violation_mean": self.violation_sum / self.num_steps,
             "max_violation_sup": self.violation_sup,
         }
+
+
+def _violation(load: Float[Array, "*L E"]) -> Float[Array, "*L"]:
+    """Return the largest over the mean, minus 1; 0 where all are 0."""
+    mean = load.mean(-1)
+    is_routed = mean > 0.0
+    return jnp.where(is_routed, load.max(-1) / jnp.where(is_routed, mean, 1.0) - 1.0, 0.0)
 
 
 def _leaves_named(tree: Any, *names: str) -> list[Array]:
