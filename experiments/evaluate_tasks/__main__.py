@@ -31,7 +31,7 @@ from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig
 from experiments.evaluate_tasks.harness import harness_model, text_tokens
 from jaxmoe.checkpoint.huggingface.hub import model_directory
-from jaxmoe.data.chat import answer_ids
+from jaxmoe.data.chat import answer_end_ids
 from jaxmoe.optional import require
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
@@ -126,7 +126,7 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
         path, config.run.step, config.run.mesh, needs_data=False, initial=config.run.initial
     )
     default_length = min(length_of(RunDirectory(path), assembly.plan.config), _MOST)
-    answers = answer_ids(assembly.plan.config.data, getattr(assembly.source, "tokenizer", None))
+    answers = answer_end_ids(assembly.plan.config.data, getattr(assembly.source, "tokenizer", None))
     text = text_tokens(assembly.source, (*imported_ends(RunDirectory(path)), *answers))
     with jax.set_mesh(assembly.mesh):
         scorer = Scorer(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.data.chat import ChatTemplate, Message, render, stop_sequences
+from jaxmoe.data.chat import ChatTemplate, Message, render, stop_ids
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.generation.text import Sample
 
@@ -87,9 +87,7 @@ def answer_ends(
         template: How turns are written.
         tokenizer: Tokenizer of the model.
     """
-    ids = tuple(
-        sequence[0] for sequence in stop_sequences(template, tokenizer) if len(sequence) == 1
-    )
+    ids = stop_ids(template, tokenizer)
     end = template.end
     if end is None or end.kind != "control" or not end.text:
         return ids, ()

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from jaxmoe.checkpoint.huggingface.paths import plain_file, read_object
 from jaxmoe.checkpoint.manifest import CheckpointError
 from jaxmoe.data import CorpusConfig, SourceKind, TextOnlyConfig
-from jaxmoe.data.chat import MORE_TEMPLATES, answer_ids, read_built_in, template_of
+from jaxmoe.data.chat import MORE_TEMPLATES, answer_end_ids, read_built_in, template_of
 from jaxmoe.data.tokenizer import FileConfig, IdsConfig, SubwordTokenizer
 from jaxmoe.data.tokenizer.byte_level import CHARACTERS
 from jaxmoe.json_bounds import parse_json
@@ -89,7 +89,7 @@ def tokenizer_files(data: SourceKind, *, seed: int = 0) -> TokenizerFiles:
     sentence = f"documents are separated by {read.separator_token!r} (id {read.separator})"
     texts = tokenizer_texts(read, is_trained=kind.is_trained)
     texts |= _template(data, read.separator_token, read.begin_token)
-    return TokenizerFiles(texts, read.separator, sentence, answer_ids(data, read))
+    return TokenizerFiles(texts, read.separator, sentence, answer_end_ids(data, read))
 
 
 def _template(data: SourceKind, separator: str, begin: str) -> dict[str, str]:

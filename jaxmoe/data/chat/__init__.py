@@ -28,6 +28,7 @@ from jaxmoe.data.chat.render import (
     first_control,
     mask_conversation,
     render,
+    stop_ids,
     stop_sequences,
 )
 from jaxmoe.data.chat.template import ChatTemplate
@@ -70,7 +71,7 @@ def template_of(
     return read_built_in(template.source, dict(template.special).get("eos_token")) or template
 
 
-def answer_ids(data: SourceKind, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def answer_end_ids(data: SourceKind, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the ids that end an answer of conversations; none of data that writes none.
 
     Args:
@@ -82,8 +83,7 @@ def answer_ids(data: SourceKind, tokenizer: Tokenizer | None) -> tuple[int, ...]
     """
     if data.traits.template is None or data.tokenizer is None or tokenizer is None:
         return ()
-    ends = stop_sequences(template_of(data.traits.template, data.tokenizer), tokenizer)
-    return tuple(end[0] for end in ends if len(end) == 1)
+    return stop_ids(template_of(data.traits.template, data.tokenizer), tokenizer)
 
 
 __all__ = [
@@ -95,7 +95,7 @@ __all__ = [
     "Masked",
     "Message",
     "TemplateName",
-    "answer_ids",
+    "answer_end_ids",
     "first_control",
     "holds_conversations",
     "mask_conversation",
@@ -103,6 +103,7 @@ __all__ = [
     "read_built_in",
     "read_messages",
     "render",
+    "stop_ids",
     "stop_sequences",
     "template_of",
 ]

@@ -105,6 +105,16 @@ def stop_sequences(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[
     return tuple(dict.fromkeys((*_declared_ends(template, tokenizer), *((m,) for m in marks))))
 
 
+def stop_ids(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that alone end an answer, of `stop_sequences`.
+
+    Args:
+        template: How turns are written.
+        tokenizer: Tokenizer of text.
+    """
+    return tuple(end[0] for end in stop_sequences(template, tokenizer) if len(end) == 1)
+
+
 def _declared_ends(template: ChatTemplate, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Return the sequences of ids that the template and its model name as ends."""
     ends = [] if template.end is None else [tuple(_control_ids(template.end, tokenizer).tolist())]

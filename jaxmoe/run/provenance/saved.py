@@ -37,7 +37,7 @@ from jaxmoe.checkpoint.huggingface.tokenizer import (
     tokenizer_texts,
 )
 from jaxmoe.data import Source, SourceKind
-from jaxmoe.data.chat import answer_ids
+from jaxmoe.data.chat import answer_end_ids
 from jaxmoe.data.tokenizer import SubwordTokenizer
 from jaxmoe.disk import replace_file
 from jaxmoe.execution import ExecutionConfig
@@ -425,7 +425,7 @@ def end_ids(
         return ()
     ids = imported_ends(directory)
     if ids:
-        answers = answer_ids(config.data, getattr(source, "tokenizer", None))
+        answers = answer_end_ids(config.data, getattr(source, "tokenizer", None))
         ids = tuple(dict.fromkeys((*ids, *answers)))
     is_model = is_huggingface(directory.path)
     # Of a run that was imported with data of its own, the text goes on.
