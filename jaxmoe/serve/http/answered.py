@@ -79,24 +79,6 @@ class AnswerChoice:
         return "".join(self.texts)
 
 
-def usage(ends: Sequence[Ended], number: int) -> dict[str, Any]:
-    """Return the counts of tokens.
-
-    Args:
-        ends: Ends of all answers, those of one prompt side by side.
-        number: Answers of each prompt, which is counted once.
-    """
-    firsts = ends[::number]
-    prompt = sum(e.num_prompt for e in firsts)
-    written = sum(e.num_generated for e in ends)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": sum(e.num_cached for e in firsts)},
-    }
-
-
 class Form(abc.ABC):
     """Form of the answers of one route."""
 
@@ -144,12 +126,11 @@ class Form(abc.ABC):
         choice.tokens += tokens
         return text, tokens
 
-    def whole(self, choices: Sequence[AnswerChoice], counts: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """Return the object of all answers.
 
         Args:
             choices: Answers that have ended.
-            counts: Counts of tokens.
         """
         # The text comes first: why an answer ended depends on what is in it.
         texts = [self._whole(choice) for choice in choices]
@@ -157,6 +138,7 @@ class Form(abc.ABC):
             text | self._shared_fields(choice, choice.tokens)
             for text, choice in zip(texts, choices, strict=True)
         ]
+        counts = self._counts(choices)
         return self._head | {"object": self.kind, "choices": written, "usage": counts}
 
     def chunks(
@@ -182,9 +164,27 @@ class Form(abc.ABC):
             chunks.append(self._head | {"object": self.chunk_kind, "choices": [part | shared]})
         return chunks
 
-    def usage_chunk(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """Return the object that ends a stream with the counts of tokens."""
+    def usage_chunk(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        """Return the object that ends a stream with the counts of tokens.
+
+        Args:
+            choices: Answers that have ended.
+        """
+        counts = self._counts(choices)
         return self._head | {"object": self.chunk_kind, "choices": [], "usage": counts}
+
+    def _counts(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        """Return the counts of tokens of all answers; a prompt is counted once."""
+        ends = [choice.ended for choice in choices if choice.ended is not None]
+        firsts = ends[:: self._asked.number]
+        prompt = sum(ending.num_prompt for ending in firsts)
+        written = sum(ending.num_generated for ending in ends)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": sum(e.num_cached for e in firsts)},
+        }
 
     def usage_so_far(self, choice: AnswerChoice) -> dict[str, int]:
         """Return the counts of tokens of one answer that grows."""
@@ -398,6 +398,15 @@ class ChatForm(Form):
     def _reason(self, choice: AnswerChoice, ending: Ended) -> str:
         is_call = ending.reason == "stop" and self._message(choice).has_calls
         return "tool_calls" if is_call else ending.reason
+
+    def _counts(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        number = 0
+        for choice in choices:
+            lengths = [len(generated.text) for generated in choice.tokens]
+            last = 0 if choice.ended is None else len(choice.ended.text)
+            number += self._message(choice).num_reasoning(lengths, last)
+        details = {"completion_tokens_details": {"reasoning_tokens": number}}
+        return super()._counts(choices) | details
 
     def _message(self, choice: AnswerChoice) -> MessageStream:
         """Return the message of an answer as it grows."""

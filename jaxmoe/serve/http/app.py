@@ -30,7 +30,7 @@ from typing import Any
 from jaxmoe.json_bounds import parse_json
 from jaxmoe.optional import require
 from jaxmoe.serve.answers import Ended
-from jaxmoe.serve.http.answered import AnswerChoice, ChatForm, CompletionForm, Form, usage
+from jaxmoe.serve.http.answered import AnswerChoice, ChatForm, CompletionForm, Form
 from jaxmoe.serve.http.asked import Asked, read_chat, read_completion, read_embedding
 from jaxmoe.serve.http.embeddings import embed
 from jaxmoe.serve.http.errors import HTTPError
@@ -280,8 +280,7 @@ class Endpoint:
         if completion.is_streamed:
             body = _stream(answers, choices, completion, form)
             return self._responses.StreamingResponse(body, media_type=_EVENTS, headers=_UNCACHED)
-        ends = [choice.ended for choice in choices if choice.ended is not None]
-        return self._json(form.whole(choices, usage(ends, completion.number)))
+        return self._json(form.whole(choices))
 
     def _further(self, path: str) -> Callable[[Any], Any]:
         """Return what answers a route of `Served.routes`."""
@@ -412,12 +411,7 @@ async def _stream(
                     part["usage"] = form.usage_so_far(choice)
                 yield _event(part)
         if completion.has_usage:
-            ends = [
-                finished_choice.ended
-                for finished_choice in choices
-                if finished_choice.ended is not None
-            ]
-            yield _event(form.usage_chunk(usage(ends, completion.number)))
+            yield _event(form.usage_chunk(choices))
         yield "data: [DONE]\n\n"
     finally:
         answers.cancel()

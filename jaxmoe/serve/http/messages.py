@@ -91,6 +91,27 @@ class MessageStream:
         self.has_calls = self.has_calls or any(part.call is not None for part in parts)
         return parts
 
+    def num_reasoning(self, lengths: Iterable[int], last: int) -> int:
+        """Return the tokens of which a character is in the reasoning, whether it is sent or not.
+
+        Args:
+            lengths: Characters that came with each token of the answer: those of a character, or of
+                a text that was held back, with the last of its tokens.
+            last: Characters that came with the end of the answer.
+        """
+        first_place, last_place = self._reasoning.places
+        place = 0
+        number = 0
+        num_open = 0
+        for length, count in (*((length, 1) for length in lengths), (last, 0)):
+            num_open += count
+            if length:
+                is_inside = place < last_place and place + length > first_place
+                number += num_open if is_inside else 0
+                num_open = 0
+                place += length
+        return number
+
 
 def whole_message(parts: Iterable[MessagePart]) -> dict[str, Any]:
     """Return the fields of a message: content, reasoning_content and tool_calls.

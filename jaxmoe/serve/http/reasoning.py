@@ -24,6 +24,11 @@ Piece = tuple[Literal["reasoning", "content"], str]
 class PlainStream:
     """An answer without reasoning."""
 
+    @property
+    def places(self) -> tuple[int, int]:
+        """Characters of the answer before the reasoning, and before what follows it."""
+        return 0, 0
+
     def add(self, text: str) -> list[Piece]:
         """Return a part of the answer as content.
 
@@ -55,10 +60,19 @@ class ThinkStream(PlainStream):
         self._text = ""
         self._kind: Literal["begin", "lead", "reasoning", "space", "content"] = "begin"
         self._is_open = is_open
+        self._num_read = 0
+        self._first = 0
+        self._last = 0
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Characters of the answer before the reasoning, and before what follows it."""
+        return self._first, self._last
 
     def add(self, text: str) -> list[Piece]:
         """Return what a part of the answer adds."""
         self._text += text
+        self._num_read += len(text)
         return self._pieces(is_whole=False)
 
     def finish(self) -> list[Piece]:
@@ -72,6 +86,7 @@ class ThinkStream(PlainStream):
         if self._kind == "lead":
             self._text = self._text.lstrip()
             self._kind = "reasoning" if self._text else "lead"
+            self._first = self._last = self._num_read - len(self._text)
         if self._kind == "reasoning":
             pieces += self._reasoning(is_whole=is_whole)
         if self._kind == "space":
@@ -97,13 +112,17 @@ class ThinkStream(PlainStream):
         if mark:
             self._kind = "space"
             self._text = behind
-            return [("reasoning", text.rstrip())] if text.strip() else []
+            return self._piece(text.rstrip())
         sizes = range(min(len(self._closing) - 1, len(text)), 0, -1)
         overlap = next((size for size in sizes if text.endswith(self._closing[:size])), 0)
         certain = text if is_whole else text[: len(text) - overlap].rstrip()
         self._text = text[len(certain) :]
-        certain = certain.rstrip()
-        return [("reasoning", certain)] if certain else []
+        return self._piece(certain.rstrip())
+
+    def _piece(self, text: str) -> list[Piece]:
+        """Return a part of the reasoning, behind the one before it; nothing where it is empty."""
+        self._last += len(text)
+        return [("reasoning", text)] if text else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,6 +51,8 @@ class ResponseStream:
         """Why the answer has failed; None while it has not."""
         self._number = 0
         self._items: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+        """Characters of each token."""
         self._texts: list[str] = []
         """Parts of the text of the item that grows."""
         self._call: int | None = None
@@ -76,11 +78,12 @@ class ResponseStream:
         ]
 
     def add(self, text: str) -> list[Event]:
-        """Return the events of a part of the answer.
+        """Return the events of a token of the answer.
 
         Args:
-            text: The part.
+            text: Text that comes with it.
         """
+        self._lengths.append(len(text))
         return self._events(self._message.add(text, is_last=False))
 
     def finish(self, ending: Ended) -> list[Event]:
@@ -111,6 +114,7 @@ class ResponseStream:
         usage = None
         details = None
         if ending is not None:
+            num_reasoning = self._message.num_reasoning(self._lengths, len(ending.text))
             usage = {
                 "input_tokens": ending.num_prompt,
                 "input_tokens_details": {
@@ -118,7 +122,7 @@ class ResponseStream:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": ending.num_generated,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": num_reasoning},
                 "total_tokens": ending.num_prompt + ending.num_generated,
             }
             if status == "incomplete" and ending.reason == "length":

@@ -77,6 +77,35 @@ def test_the_message_of_a_server_has_reasoning_content():
         assert not any(hasattr(part.choices[0].delta, "reasoning_content") for part in parts)
 
 
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("<think>\nso it is\n</think>\n\nyes", 8),
+        ("<think>so \u00e9", 5),  # the last character has two tokens
+        ("<think> </think>yes", 0),
+        ("yes", 0),
+    ],
+)
+def test_tokens_of_the_reasoning_are_counted(answer, number):
+    """Those whose text it is: the tags and the space around it are none; a byte is a token."""
+    content = answer.encode()
+    with (
+        serving(Speller(answer=content), reasoning=THINK) as (address, _, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        body = {"model": "speller", "messages": TALK, "max_tokens": len(content)}
+        for has_reasoning in (True, False):
+            extra = {"include_reasoning": has_reasoning}
+            whole = client.chat.completions.create(**body, extra_body=extra).usage
+            assert whole.completion_tokens_details.reasoning_tokens == number
+        options = {"include_usage": True}
+        *_, last = client.chat.completions.create(**body, stream=True, stream_options=options)
+        assert last.usage == whole
+        asked = {"model": "speller", "input": "x", "max_output_tokens": len(content)}
+        usage = client.responses.create(**asked).usage
+        assert usage.output_tokens_details.reasoning_tokens == number
+
+
 def test_a_message_of_reasoning_alone_is_taken_back():
     """Its content is null, as that of a message of calls."""
     with (
