@@ -262,11 +262,12 @@ def limit(
     if num_free:
         free = jnp.full((num_free,), config.free_rows(*sizes, num_free), jnp.int32)
         capacity = jnp.concatenate([capacity, free])
-    ids = assignments.expert_ids.reshape(-1, slots)  # sequences, S*K
+    shape = (assignments.expert_ids.size // max(slots, 1), slots)  # sequences, S*K
+    ids = assignments.expert_ids.reshape(shape)
     if config.keep == "gate":
-        order = -jax.lax.stop_gradient(assignments.gates).reshape(-1, slots)
+        order = -jax.lax.stop_gradient(assignments.gates).reshape(shape)
     else:
-        order = jnp.zeros_like(assignments.gates).reshape(-1, slots)
+        order = jnp.zeros_like(assignments.gates).reshape(shape)
     is_kept = jax.vmap(lambda i, o: _first(i, o, capacity))(ids, order).reshape(-1)
     return dataclasses.replace(
         assignments,

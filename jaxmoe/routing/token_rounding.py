@@ -126,7 +126,8 @@ class TokenRoundingConfig(CapacityBase):
             self._check_even_load(length, top_k=top_k, num_experts=num_experts)
 
     def _check_even_load(self, num_tokens: int, *, top_k: int, num_experts: int) -> None:
-        if self.tile == 1 or num_tokens * top_k >= self.tile * num_experts:
+        is_even = self.tile == 1 or num_tokens * top_k >= self.tile * num_experts
+        if is_even or num_tokens == 0:  # of no tokens none is left out
             return
         load = num_tokens * top_k / num_experts
         largest = max(1, math.floor(load))
@@ -233,7 +234,8 @@ class TokenRoundingConfig(CapacityBase):
         if self.rounding == "nearest":
             is_up = 2 * remainder + tiles % 2 > tile  # of halves the even one
         else:
-            first = order.min(axis=1)  # the same on every mesh
+            largest = jnp.iinfo(order.dtype).max
+            first = order.min(axis=1, initial=largest)  # the same on every mesh
             first = jax.lax.pmin(first, axes) if axes else first
             key = jax.random.fold_in(require_key(key), _KEY_NUMBER)
             keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first)

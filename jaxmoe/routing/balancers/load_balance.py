@@ -70,7 +70,8 @@ def sequence_balance(output: RouterOutput, inputs: RouterInputs) -> Arrays:
     num_experts = output.probs.shape[1]
     axes = extent.sequence_axes
     mask = inputs.token_mask[:, None]
-    ids = output.selection.expert_ids.reshape(mask.shape[0], -1)  # T, K
+    ids = output.selection.expert_ids
+    ids = ids.reshape(mask.shape[0], ids.size // max(mask.shape[0], 1))  # T, K
     experts = jnp.arange(num_experts, dtype=ids.dtype)
     chosen = (ids[:, :, None] == experts[None, None, :]).sum(1).astype(jnp.float32)
     parts = (chosen, jnp.where(mask, output.probs, 0.0), mask.astype(jnp.float32))

@@ -39,8 +39,9 @@ class ImportanceVariationConfig(StatisticsBalancer):
         """Return `importance [E]`, the sum over tokens of their renormalized gates."""
         tokens = inputs.x.shape[0]
         num_experts = output.logits.shape[1]
-        ids = output.selection.expert_ids.reshape(tokens, -1)  # T, K
-        log_scores = output.selection.scores.reshape(tokens, -1)
+        slots = output.selection.expert_ids.size // max(tokens, 1)
+        ids = output.selection.expert_ids.reshape(tokens, slots)  # T, K
+        log_scores = output.selection.scores.reshape(tokens, slots)
         is_chosen = ids < num_experts
         # A finite value for empty slots keeps the slope of a token without experts finite.
         shares = jax.nn.softmax(jnp.where(is_chosen, log_scores, -1e30), axis=-1)

@@ -6,8 +6,13 @@ import dataclasses
 import re
 import warnings
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxmoe.layers.feed_forwards.moe.computation import assign
+from jaxmoe.layers.observer import BriefObserver
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
 from jaxmoe.routing import (
     GATES,
@@ -17,9 +22,11 @@ from jaxmoe.routing import (
     GroupLimitConfig,
     MoEPlusPlusConfig,
     ProgressiveTopKConfig,
+    RouterInputs,
     SoftmaxTopKConfig,
     ZeroComputationConfig,
 )
+from jaxmoe.routing.balancers import statistics_losses
 from jaxmoe.routing.composition import RoutingWarning
 
 SCALES_INPUT = GATES["softmax"](scales_input=True)
@@ -128,3 +135,32 @@ def test_methods_are_made_of_registered_parts(name):
     moe = dataclasses.replace(MoEConfig(num_experts=16, top_k=2), **parts)
     is_causal = moe.router.traits.is_causal
     ModelConfig(moe=moe, attention=AttentionConfig(is_causal=is_causal))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_routes_no_tokens(name):
+    """As where a caller has no request: no assignment, no loss, and finite gradients."""
+    moe = dataclasses.replace(MoEConfig(num_experts=8, top_k=2), **METHODS[name].parts())
+    router = moe.build_router(4)
+    params, state = router.init(jax.random.key(0))
+    none = jnp.zeros((0,), jnp.int32)
+    inputs = RouterInputs(
+        x=jnp.zeros((0, 4)),
+        token_mask=none.astype(bool),
+        segment_ids=none,
+        previous_logits=jnp.zeros((0, router.num_experts)),
+        context={"index": none, "tokens": none, "mask_ratio": none.astype(jnp.float32)},
+    )
+
+    def loss(params):
+        key = jax.random.key(1)
+        output = router.route(params, state, inputs, train=True, key=key)
+        assignments, statistics = assign(output, inputs, moe, BriefObserver(), train=True, key=key)
+        losses = statistics_losses(moe.balancers, statistics, num_free=moe.num_zero_computation)
+        return sum(losses.values(), assignments.gates.sum()), statistics
+
+    (value, statistics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    assert value == 0.0 and not statistics.counts.any()
+    after = router.update(state, statistics, jnp.int32(0))
+    for leaf in jax.tree.leaves((gradients, statistics, after)):
+        assert np.isfinite(leaf).all()
