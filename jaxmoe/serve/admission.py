@@ -21,12 +21,13 @@ def refusal_of(request: Request, facts: Facts, queues: Queues) -> Refusal | None
     if request.id in queues.sequences:
         message = f"id={request.id} is already being served: give another id"
         return Refusal("duplicate_id", message)
-    if length >= facts.max_length:
-        return Refusal(
-            "context_length_exceeded",
-            f"the prompt has {length} tokens; at most {facts.max_length - 1} leave room for an"
-            " answer: shorten the prompt",
-        )
+    # A token that is thrown away is never computed; a row of masked diffusion has a place for it.
+    has_room = not request.sampling.has_answer and "pages" in facts.capabilities
+    most = facts.max_length if has_room else facts.max_length - 1
+    if length > most:
+        rule = "are held" if has_room else "leave room for an answer"
+        message = f"the prompt has {length} tokens; at most {most} {rule}: shorten the prompt"
+        return Refusal("context_length_exceeded", message)
     if len(queues.waiting) >= facts.max_waiting:
         return queue_full(facts.max_waiting)
     return None

@@ -161,7 +161,8 @@ class Draft:
         if any(away.rank < sequence.rank for away in self._away):
             return False
         hits = view.hits(sequence)
-        needed = num_pages(len(sequence.tokens) + 1, size) - len(hits)
+        num_tokens = min(len(sequence.tokens) + 1, view.facts.max_length)
+        needed = num_pages(num_tokens, size) - len(hits)
         self._ledger.share(hits)
         is_lacking = self._ledger.free < needed or self._ledger.free - self._promise() < needed
         if is_lacking and self.num_running:

@@ -103,6 +103,9 @@ class Sampling:
     """Whether the chosen experts of prompt and answer are returned; see `Result.experts`."""
     pooling: PoolingType | None = None
     """How the hidden states of the tokens of the prompt become an embedding; None for none."""
+    has_answer: bool = True
+    """Whether the tokens that are drawn are an answer. Without one, for embeddings and scores, the
+    single one is thrown away, and a prompt leaves no room for it."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -128,6 +131,8 @@ class Sampling:
             )
         if self.pooling not in (None, *get_args(PoolingType)):
             raise ValueError(f"pooling={self.pooling!r} must be last or mean, or None for none")
+        if not self.has_answer and self.max_tokens > 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be 1 where has_answer=False")
         ids = [token for token, _ in self.logit_bias]
         if len(ids) > _MOST_BIASES or len(set(ids)) < len(ids):
             raise ValueError(

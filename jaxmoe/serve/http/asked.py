@@ -89,11 +89,12 @@ def read_completion(body: Any, served: Served) -> Asked:
     fields = _body_fields(body, "completions")
     prompts = _prompts(fields.any("prompt"), served)
     most = fields.integer("logprobs", None, 0)
-    has_answer = fields.any("max_tokens") != 0
-    names = ("max_tokens",) if has_answer else ()
-    default = served.default("max_tokens", 16) if has_answer else 1
-    request = _read_request(fields, served, prompts, most, names, default=default)
-    request = dataclasses.replace(request, has_echo=fields.flag("echo"), has_answer=has_answer)
+    length = _AnswerLength(prompt="prompt", has_answer=False)
+    if fields.any("max_tokens") != 0:
+        default = served.default("max_tokens", 16)
+        length = _AnswerLength(prompt="prompt", names=("max_tokens",), default=default)
+    request = _read_request(fields, served, prompts, most, length)
+    request = dataclasses.replace(request, has_echo=fields.flag("echo"))
     sampling = dataclasses.replace(request.sampling, grammar=read_grammar(fields, served))
     if request.has_echo and most is not None:
         number = max(most, request.num_prompt_logprobs or 0)
@@ -113,7 +114,8 @@ def read_embedding(body: Any, served: Served) -> Asked:
     """
     fields = _body_fields(body, "embeddings")
     prompts = _prompts(fields.any("input"), served, "input")
-    request = _read_request(fields, served, prompts, None, (), default=1)
+    length = _AnswerLength(prompt="input", has_answer=False)
+    request = _read_request(fields, served, prompts, None, length)
     pooling: Any = fields.choice("pooling_type", get_args(PoolingType), served.pooling_type)
     form = fields.choice("encoding_format", ("float", "base64"), "float")
     return dataclasses.replace(
@@ -143,10 +145,12 @@ def read_chat(body: Any, served: Served) -> Asked:
     if most and not fields.flag("logprobs"):
         raise wrong("top_logprobs", f"={most} needs logprobs=true")
     num_logprobs = most if fields.flag("logprobs") else None
-    names = ("max_completion_tokens", "max_tokens")  # the second is the deprecated name
-    request = _read_request(
-        fields, served, (prompt,), num_logprobs, names, served.default("max_tokens", None)
+    length = _AnswerLength(
+        prompt="messages",
+        names=("max_completion_tokens", "max_tokens"),  # the second is the deprecated name
+        default=served.default("max_tokens", None),
     )
+    request = _read_request(fields, served, (prompt,), num_logprobs, length)
     grammar = read_message_grammar(fields, served, message, tools)
     sampling = dataclasses.replace(request.sampling, grammar=grammar)
     request = dataclasses.replace(request, sampling=sampling, message=message)
@@ -271,13 +275,27 @@ def _prompt(value: Any, served: Served, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _AnswerLength:
+    """How a route says how many tokens an answer has at most."""
+
+    prompt: str
+    """Field of the prompt."""
+    names: tuple[str, ...] = ()
+    """Fields of the largest number of tokens; the first that is given holds."""
+    default: int | None = None
+    """Tokens without any of them; None is all that a prompt leaves. The instance ends an answer
+    when prompt and answer have `Facts.max_length` tokens."""
+    has_answer: bool = True
+    """Whether tokens are sent; without, one is drawn and thrown away."""
+
+
 def _read_request(
     fields: BodyFields,
     served: Served,
     prompts: tuple[tuple[int, ...], ...],
     num_logprobs: int | None,
-    limits: tuple[str, ...],
-    default: int | None,
+    length: _AnswerLength,
 ) -> Asked:
     """Return the request.
 
@@ -286,9 +304,7 @@ def _read_request(
         served: The model.
         prompts: Token ids.
         num_logprobs: Alternatives of each token.
-        limits: Fields of the largest number of tokens; the first that is given holds.
-        default: Tokens without any of them; None is all that a prompt leaves. The instance ends
-            an answer when prompt and answer have `Facts.max_length` tokens.
+        length: Length of the answer.
     """
     model = fields.text("model", served.name)
     adapter = served.adapter_of(model)
@@ -298,8 +314,8 @@ def _read_request(
             f"={num_logprobs} exceeds the {served.max_logprobs} that the server was started with:"
             " start it with --engine.num_logprobs",
         )
-    limit = _limit(fields, limits, default, prompts, served.engine.facts.max_length)
-    sampling = _sampling(fields, served, limit, limits)
+    limit = _limit(fields, length, prompts, served.engine.facts.max_length)
+    sampling = _sampling(fields, served, limit, length)
     options = fields.any("stream_options")
     if isinstance(options, Mapping):
         options = {name: options[name] for name in STREAM_OPTIONS if name in options}
@@ -317,7 +333,7 @@ def _read_request(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=sampling.num_prompt_logprobs,
         has_echo=False,
-        has_answer=True,
+        has_answer=length.has_answer,
         has_token_ids=fields.flag("return_token_ids"),
         given={
             "adapter": adapter,
@@ -329,14 +345,14 @@ def _read_request(
     )
 
 
-def _sampling(fields: BodyFields, served: Served, limit: int, limits: tuple[str, ...]) -> Sampling:
+def _sampling(fields: BodyFields, served: Served, limit: int, length: _AnswerLength) -> Sampling:
     """Return how the tokens of a request are drawn.
 
     Args:
         fields: Fields of the body.
         served: The model.
         limit: Tokens of an answer at most.
-        limits: Fields of the largest number of tokens.
+        length: How the route says it.
     """
     has_experts = fields.flag("return_routed_experts")
     if has_experts and not served.has_experts:
@@ -358,8 +374,9 @@ def _sampling(fields: BodyFields, served: Served, limit: int, limits: tuple[str,
         "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         "repetition_penalty": fields.number("repetition_penalty", repetition, 1e-3, 1e3),
         "logit_bias": fields.biases("logit_bias", _MOST_BIASES),
-        "min_tokens": _min_tokens(fields, limits, limit),
+        "min_tokens": _min_tokens(fields, length.names, limit),
         "stop_ids": (*eos_ids, *fields.ids("stop_token_ids", _MOST_STOP_IDS)),
+        "has_answer": length.has_answer,
         "has_stop": fields.flag("include_stop_str_in_output"),
         "num_prompt_logprobs": fields.integer("prompt_logprobs", None, 0, served.max_logprobs),
     }
@@ -371,8 +388,7 @@ def _sampling(fields: BodyFields, served: Served, limit: int, limits: tuple[str,
 
 def _limit(
     fields: BodyFields,
-    names: tuple[str, ...],
-    default: int | None,
+    length: _AnswerLength,
     prompts: tuple[tuple[int, ...], ...],
     most: int,
 ) -> int:
@@ -382,23 +398,24 @@ def _limit(
 
     Args:
         fields: Fields of the body.
-        names: Fields of the number.
-        default: Number without any of them.
+        length: How the route says the number.
         prompts: Token ids.
         most: Tokens of a prompt and its answer that the server holds.
     """
     longest = max(map(len, prompts))
-    room = most - longest
-    limits = {name: fields.integer(name, None, 1) for name in names}
-    if room < 1:
+    limits = {name: fields.integer(name, None, 1) for name in length.names}
+    if longest + length.has_answer > most:
+        answer = " with its answer" if length.has_answer else ""
         raise HTTPError(
             400,
             f"the prompt has {longest} tokens, and this server holds {most} tokens of a request"
-            " with its answer: shorten the prompt",
-            param="prompt",
+            f"{answer}: shorten the prompt",
+            param=length.prompt,
             code="context_length_exceeded",
         )
-    limit = next((limit for limit in limits.values() if limit is not None), default)
+    if not length.has_answer:
+        return 1
+    limit = next((limit for limit in limits.values() if limit is not None), length.default)
     most_room = most - min(map(len, prompts))
     return most_room if limit is None else min(limit, most_room)
 

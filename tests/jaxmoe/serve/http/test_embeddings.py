@@ -15,7 +15,7 @@ from jaxmoe.serve import Request, Result, Sampling
 from jaxmoe.serve.engine import Engine
 from jaxmoe.serve.sequence import Sequence
 from tests.support.endpoint import Speller, serving
-from tests.support.serving import MODEL, PLAIN, Smaller, executor, params
+from tests.support.serving import LONGEST, MODEL, PLAIN, Smaller, executor, params
 
 PROMPTS = ([3, 5, 5, 7, 11, 2], [4], list(range(1, 20)))
 
@@ -70,6 +70,33 @@ def test_an_embedding_is_the_last_hidden_state_or_the_mean_of_all(pooling):
         # Answers take the pages of the prompts.
         usage = client.completions.create(model="speller", prompt=PROMPTS[2], max_tokens=1).usage
         assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_text_may_have_all_tokens_of_a_sequence(pooling):
+    """No answer is written, so that it leaves no room for one; also where it fills the pool."""
+    prompt = tuple(token % 24 for token in range(7, 7 + LONGEST))
+    tokens = jnp.asarray([prompt], jnp.int32)
+    states = np.asarray(forward(MODEL, PLAIN, params(), tokens).hidden[0], np.float64)
+    expected = states[-1] if pooling == "last" else states.mean(axis=0)
+    embedded = Sampling(max_tokens=1, pooling=pooling, has_answer=False)
+    other = ((1, 2, 3), Sampling(max_tokens=9))
+    with Engine(Smaller(num_pages=LONGEST // 4)) as engine:
+        requests = [other, (prompt, embedded), other, (prompt, embedded)]
+        with engine.held():
+            streams = [engine.submit(*request) for request in requests]
+        events = [list(stream) for stream in streams]
+    assert [ends.reason for *_, ends in events] == ["length"] * 4
+    for first, *_ in events[1::2]:
+        np.testing.assert_allclose(first.embedding, expected, atol=2e-4)
+    with pytest.raises(ValueError, match="max_tokens=2 must be 1 where has_answer=False"):
+        Sampling(max_tokens=2, has_answer=False)
+    with serving(executor()) as (address, _, _), _client(address) as client:
+        assert client.embeddings.create(model="speller", input=list(prompt)).data
+        with pytest.raises(openai.BadRequestError, match="the prompt has 33 tokens") as caught:
+            client.embeddings.create(model="speller", input=[*prompt, 1])
+        assert caught.value.param == "input"
+        assert caught.value.code == "context_length_exceeded"
 
 
 def test_a_mean_is_bitwise_as_alone_among_others_in_other_pieces_and_preempted():

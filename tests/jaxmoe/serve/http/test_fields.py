@@ -181,6 +181,17 @@ def test_a_limit_above_the_room_is_clipped_to_it(client):
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("route", BODIES)
+def test_a_prompt_that_is_too_long_is_named_by_its_field(client, route):
+    names = {"chat/completions": "messages", "completions": "prompt"}
+    name = names.get(route, "input")
+    text = "y" * 300
+    value = [{"role": "user", "content": text}] if name == "messages" else text
+    with pytest.raises(openai.BadRequestError, match="shorten the prompt") as caught:
+        _create(client, route, BODIES[route] | {name: value})
+    assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
+
+
 def test_options_of_a_stream(client):
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
     body = {"model": "speller", "prompt": "abc", "max_tokens": 4, "seed": 0}

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.support.endpoint import serving
-from tests.support.serving import executor, logits_of
+from tests.support.serving import LONGEST, executor, logits_of
 
 PROMPT = [3, 5, 5, 7, 11, 2]
 ASKED = {"model": "speller", "temperature": 0, "seed": 0}
@@ -63,6 +63,19 @@ def test_an_echo_has_the_scores_of_prompt_and_answer(client, max_tokens):
     for row, token, top in zip(_logprobs(ids), ids[1:], logprobs.top_logprobs[1:], strict=False):
         expected = [_text([one]) for one in np.argsort(-row)[:2]]
         assert list(top) == list(dict.fromkeys([*expected, _text([token])]))
+
+
+def test_a_prompt_that_is_scored_alone_leaves_no_room_for_an_answer(client):
+    ids = [token % 24 for token in range(LONGEST)]
+    asked = ASKED | {"echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(**asked, prompt=ids, max_tokens=0).choices
+    assert choice.finish_reason == "length" and choice.text == _text(ids)
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(_expected(ids), rel=1e-5, abs=2e-5)
+    with pytest.raises(openai.BadRequestError, match="the prompt has 32 tokens"):
+        client.completions.create(**asked, prompt=ids, max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="the prompt has 33 tokens") as caught:
+        client.completions.create(**asked, prompt=[*ids, 1], max_tokens=0)
+    assert caught.value.param == "prompt"
 
 
 def test_a_stream_echoes_the_prompt_once(client):
