@@ -112,9 +112,20 @@ class Grammars:
             pattern: The expression, which the whole answer matches.
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is none, or no token of the model begins an answer that matches it.
         """
-        return self._checked(require("llguidance", "serve").LLMatcher.grammar_from_regex(pattern))
+        matcher = require("llguidance", "serve").LLMatcher
+        grammar = self._checked(matcher.grammar_from_regex(pattern))
+        begin = grammar.start()
+        is_allowed = np.unpackbits(begin.mask().view(np.uint8), bitorder="little")
+        if begin.failure:
+            raise ValueError(f"{pattern!r:.60} matches no text")
+        if not is_allowed[: self._vocab_size].any():
+            raise ValueError(
+                f"{pattern!r:.60} matches the empty text alone, and this model has no token that"
+                " ends a text: ask for at least a character"
+            )
+        return grammar
 
     def choice(self, texts: Sequence[str]) -> LibraryGrammar:
         """Return the grammar of one of several texts.

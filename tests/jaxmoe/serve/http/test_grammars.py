@@ -199,12 +199,23 @@ def test_an_end_that_is_also_text_does_not_end_an_answer_within():
     ("kind", "value", "message"),
     [
         ("regex", "(", "unclosed group"),
+        ("regex", "()", "matches the empty text alone"),
+        ("regex", "a{0}|b{0}", "matches the empty text alone"),
+        ("regex", "[a&&b]", "matches no text"),
         ("schema", {"type": "thing"}, "Invalid type: thing"),
     ],
 )
 def test_grammars_that_cannot_be_followed_are_refused(kind, value, message):
     with pytest.raises(ValueError, match=message):
         getattr(GRAMMARS, kind)(value)
+
+
+def test_an_answer_may_be_empty_where_a_token_ends_it():
+    grammar = Grammars(CODEC, CODEC.vocab_size, (10,)).regex("()")
+    tokens, reasons, _ = _answers([Sampling(grammar=grammar, stop_ids=(10,)), Sampling()])
+    assert (tokens[0], reasons[0]) == ([10], "stop")
+    maybe = [Sampling(grammar=GRAMMARS.regex("a?"))]
+    assert _answers(maybe)[:2] == ([[97]], ["stop"])
 
 
 @pytest.fixture(scope="module")
