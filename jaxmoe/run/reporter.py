@@ -29,6 +29,7 @@ from jaxmoe.tracking.tracker import (
     LOSS,
     MAX_VIOLATION,
     MFU,
+    REFUSED_STEPS,
     TOKENS_PER_SECOND,
     TRAINED_SECONDS,
     TRAINED_TOKENS,
@@ -188,6 +189,7 @@ class Reporter:
             if first_step:
                 self.last = read_last_metrics(directory.metrics_file)
         self._trained_seconds = self.last.get(TRAINED_SECONDS, 0.0)
+        self._refused_steps = int(self.last.get(REFUSED_STEPS, 0.0))
         self._is_closed = False
         self._first_step = first_step
 
@@ -236,6 +238,9 @@ class Reporter:
                 if (mfu := self._utilization(report.tokens_per_second)) is not None:
                     values[MFU] = mfu
             self.skipped += bool(metrics.is_skipped)
+            self._refused_steps += bool(metrics.is_skipped)
+            if self._refused_steps:
+                values[REFUSED_STEPS] = float(self._refused_steps)
             if self._loads is not None:
                 for recorder in self._recorders:
                     values |= recorder.step_numbers(step, metrics)
@@ -346,7 +351,8 @@ class Reporter:
         worst = router.get("router/max_violation_worst")
         return {
             LOSS: float(metrics.loss),
-            LEARNING_RATE: float(self._learning_rates[step - 1]),
+            # The optimiser has not counted the steps that were refused.
+            LEARNING_RATE: float(self._learning_rates[step - 1 - self._refused_steps]),
             GRADIENT_NORM: float(metrics.grad_norm),
             **losses,
             **router,

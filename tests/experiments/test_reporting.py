@@ -18,6 +18,7 @@ from jaxmoe.run.assemble import assemble
 from jaxmoe.run.config import TrackingConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
+from jaxmoe.run.provenance import lineage
 from jaxmoe.run.reporter import Reporter
 from jaxmoe.run.reporting.summary import closing_message, load_window
 from jaxmoe.scaling import BasePoint, MuPConfig, TokenExponents
@@ -75,6 +76,38 @@ def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, ca
     wanted = [float(schedule(jnp.int32(step))) for step in range(5)]
     rates = series["train/learning_rate"][1] / assembly.plan.config.optimizer.learning_rate
     np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+
+
+def test_the_rate_is_that_of_the_updates_so_far(assembly, tmp_path, monkeypatch, capsys):
+    """A refused step is none of them: also after a resume, and after going back."""
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, assembly, 0)
+    steps = report(1, 6, 1.0)
+    bad = dataclasses.replace(steps.metrics[0], is_skipped=np.bool_(True))
+    good = steps.metrics[0]
+    reporter.log_steps(dataclasses.replace(steps, metrics=(good, bad, bad, good, good, bad)))
+    reporter.close()
+    resumed = Reporter("r", directory, assembly, 5)
+    resumed.log_steps(report(6, 7, 1.0))
+
+    def check(updates, refused):
+        series = read_metrics(directory.metrics_file)
+        rates = series["train/learning_rate"][1] / assembly.plan.config.optimizer.learning_rate
+        wanted = [float(assembly.plan.schedule(jnp.int32(count))) for count in updates]
+        np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+        assert series["train/refused_steps"][1].tolist() == refused
+
+    check([0, 1, 1, 1, 2, 3, 4], [1, 2, 2, 2, 2, 2])
+    resumed.go_back(2)
+    resumed.log_steps(report(3, 4, 1.0))
+    resumed.close()
+    check([0, 1, 1, 2], [1, 1, 1])
+    lines = list[str]()
+    monkeypatch.setattr(lineage, "say", lines.append)
+    lineage._show_rates(directory, assembly.plan, assembly.plan, 4)
+    factors = (float(assembly.plan.schedule(jnp.int32(count))) for count in (2, 3))
+    old, new = (assembly.plan.matrix_rate * factor for factor in factors)
+    assert lines == [f"rate     {old:.3g} at step 4, {new:.3g} at step 5"]
 
 
 def test_the_rate_is_that_of_the_hidden_matrices(assembly, tmp_path, capsys):

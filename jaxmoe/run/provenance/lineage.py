@@ -8,8 +8,8 @@
      {"event": "extended", "step": 900, ...}]
 
 Only fields after which parameters, optimiser state and data position keep their meaning may change
-(`EXTENSION_FIELDS`); the schedule is a function of the step, so that it continues at the step of
-the checkpoint.
+(`EXTENSION_FIELDS`); the schedule is a function of the optimiser's updates, which the checkpoint
+has counted: the steps but those that were refused.
 
 `check_config` compares a start with `config.json`, and both agree where a digit of the file has
 changed. The checkpoint says with which config it was trained; a difference is allowed only where it
@@ -38,6 +38,8 @@ from jaxmoe.messages import command_line, say
 from jaxmoe.run.config import EXTENSION_FIELDS, FIXED_FIELDS, FREE_FIELDS, PretrainConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import RunPlan, make_plan
+from jaxmoe.tracking.jsonl import read_last_metrics
+from jaxmoe.tracking.tracker import REFUSED_STEPS
 from sharding.distributed import on_first, share
 
 _REASONS = {
@@ -308,8 +310,10 @@ def _refusal(lines: list[str]) -> str:
 
 def _show_rates(directory: RunDirectory, before: RunPlan, after: RunPlan, step: int) -> None:
     """Log the learning rate before and after; if it rises again, with the way to avoid that."""
-    old = before.matrix_rate * float(before.schedule(jnp.asarray(step - 1)))
-    new = after.matrix_rate * float(after.schedule(jnp.asarray(step)))
+    metrics = read_last_metrics(path) if (path := directory.metrics_file).exists() else {}
+    updates = step - int(metrics.get(REFUSED_STEPS, 0.0))
+    old = before.matrix_rate * float(before.schedule(jnp.asarray(updates - 1)))
+    new = after.matrix_rate * float(after.schedule(jnp.asarray(updates)))
     say(f"rate     {old:.3g} at step {step}, {new:.3g} at step {step + 1}")
     factors = np.asarray(jax.vmap(before.schedule)(jnp.arange(step)))
     peak = float(factors.max())
