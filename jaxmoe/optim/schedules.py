@@ -1,10 +1,16 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules: pure functions of the optimiser step, in [floor, 1] times the peak.
+"""Learning-rate schedules: pure functions of the optimiser's updates so far, in [floor, 1] times
+the peak.
 
     linear   warm-up, then a straight line to the floor (HyperP: no warm-up, floor 0.1)
     cosine   warm-up, then half a cosine to the floor
     wsd      warm-up, stable, then a straight line to the floor over the last `decay_fraction`
+
+The update after t others has the share t / steps of the fall of a run without warm-up, as in HyperP
+(eta (1 - 0.9 t / t_max)): the first falls by nothing, and the floor is what an update after the
+last would have. The decay of wsd over 2 updates has the factors 1 and (1 + floor) / 2. A refused
+step is no update: the next one has its rate.
 
 To add a schedule: a config in `jaxmoe/optim/schedules.py` that extends `ScheduleBase`, or
 `WarmupDecay` and its `fall`, and its row under `schedule` in `jaxmoe/catalog/runs.py`.
@@ -27,7 +33,8 @@ Schedule = Callable[[Array], Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleBase(abc.ABC):
-    """Base class of schedules: warm-up, then a fall to the floor at the last step."""
+    """Base class of schedules: warm-up, then a fall whose line ends at the floor after the last
+    update."""
 
     name: ClassVar[str]
     """Key in the registry."""
@@ -35,7 +42,7 @@ class ScheduleBase(abc.ABC):
     warmup_steps: int = 0
     """Number of warm-up steps."""
     floor: float
-    """Final learning rate over the peak."""
+    """Learning rate over the peak at which the fall ends, after the last update."""
 
     def __post_init__(self):
         if self.warmup_steps < 0:
@@ -44,7 +51,7 @@ class ScheduleBase(abc.ABC):
             raise ValueError(f"schedule.floor={self.floor} must lie between 0 and 1")
 
     def build(self, steps: int) -> Schedule:
-        """Return the factor by step for a run of `steps` steps."""
+        """Return the factor by the number of updates before, for a run of `steps` of them."""
         if self.warmup_steps >= steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.warmup_steps} must be at most {steps - 1}, below the"
@@ -88,7 +95,7 @@ class WarmupDecay(ScheduleBase):
     """Base class of schedules that fall from the end of the warm-up on."""
 
     floor: float = 0.1
-    """Final learning rate over the peak."""
+    """Learning rate over the peak at which the fall ends, after the last update."""
 
     def fit(self, steps: int, fields: Collection[str] = ()) -> WarmupDecay:
         """Return the schedule with a warm-up that fits a run; unchanged if it fits already."""
@@ -109,7 +116,7 @@ class WarmupDecay(ScheduleBase):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LinearConfig(WarmupDecay):
-    """Warm-up, then a straight line to the floor at the last step."""
+    """Warm-up, then a straight line to the floor after the last update."""
 
     name: ClassVar[str] = "linear"
 
@@ -120,7 +127,7 @@ class LinearConfig(WarmupDecay):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CosineConfig(WarmupDecay):
-    """Warm-up, then half a cosine to the floor at the last step."""
+    """Warm-up, then half a cosine to the floor after the last update."""
 
     name: ClassVar[str] = "cosine"
 
@@ -136,7 +143,7 @@ class WarmupStableDecayConfig(ScheduleBase):
     name: ClassVar[str] = "wsd"
 
     floor: float = 0.0
-    """Final learning rate over the peak."""
+    """Learning rate over the peak at which the fall ends, after the last update."""
     decay_fraction: float = 0.2
     """Share of the steps, at the end, over which the rate falls."""
 
