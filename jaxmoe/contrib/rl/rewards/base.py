@@ -14,7 +14,7 @@ from jaxmoe.errors import JaxmoeError
 
 
 class RewardError(JaxmoeError, RuntimeError):
-    """A function of the user gave something that is no reward."""
+    """A function of the user gave no reward: it raised an exception, or returned something else."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import logging
 import math
 import os
 import sys
@@ -21,6 +22,8 @@ from typing import Any, ClassVar
 
 from jaxmoe.contrib.rl.rewards.base import Question, RewardBase, RewardError, RewardTask
 from jaxmoe.contrib.rl.rewards.questions import check_path, epochs_of, read_questions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,16 +109,23 @@ class _Python(RewardTask):
         """Return what the function returns.
 
         Raises:
-            RewardError: It is no number from 0 to 1.
+            RewardError: The function raised an exception, or returned no number from 0 to 1.
         """
-        value = self._function(question, text)
+        field = f"rl.reward.function={self._name}"
+        given = f"for the text {text[:40]!r}"
+        try:
+            value = self._function(question, text)
+        except Exception as error:  # of any kind: code of the user
+            logger.exception("%s raised an exception", field)
+            message = f"{field} raised {type(error).__name__}: {error}, {given}"
+            raise RewardError(message) from error
         try:
             reward = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # arrays and tensors have their own kinds
             reward = math.nan
         if not 0.0 <= reward <= 1.0:
             raise RewardError(
-                f"rl.reward.function={self._name} must return a number from 0 to 1, and it returned"
-                f" {repr(value)[:40]} for the text {text[:40]!r}"
+                f"{field} must return a number from 0 to 1, and it returned {repr(value)[:40]}"
+                f" {given}"
             )
         return reward

@@ -32,6 +32,14 @@ def large(question, text):
     return 2
 def nothing(question, text):
     return None
+def huge(question, text):
+    return 10**400
+def parsed(question, text):
+    return int(text)
+def indexed(question, text):
+    return text.split()[3]
+def looked_up(question, text):
+    return {}[text]
 number = 3
 """
 
@@ -215,10 +223,32 @@ def test_match_compares_or_searches(place):
 def test_a_function_must_return_a_reward(place, monkeypatch):
     monkeypatch.syspath_prepend(place)
     question = Question("a", "b")
-    for name, value in (("large", "2"), ("nothing", "None")):
+    for name, value in (("large", "2"), ("nothing", "None"), ("huge", "1000")):
         config = PythonConfig(path=str(place / "q.jsonl"), function=f"reward_functions:{name}")
         with pytest.raises(RewardError, match=f"a number from 0 to 1, and it returned {value}"):
             config.build().score(question, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "kind"),
+    [
+        ("parsed", "raised ValueError: invalid literal for int", ValueError),
+        ("indexed", "raised IndexError: list index out of range", IndexError),
+        ("looked_up", "raised KeyError: 'no ", KeyError),
+    ],
+)
+def test_an_exception_of_a_function_is_an_error_that_names_it(
+    name, words, kind, place, monkeypatch, caplog
+):
+    monkeypatch.syspath_prepend(place)
+    text = "no number" + "!" * 100
+    with pytest.raises(RewardError) as raised:
+        _python(place, f"reward_functions:{name}").score(Question("a", "b"), text)
+    message = str(raised.value)
+    assert f"rl.reward.function=reward_functions:{name} {words}" in message
+    assert message.endswith(f", for the text {text[:40]!r}")
+    assert isinstance(raised.value.__cause__, kind)
+    assert f"in {name}" in caplog.text  # the traceback
 
 
 @pytest.mark.parametrize(
@@ -265,7 +295,7 @@ def test_a_function_of_the_working_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", before)
     question = Question("a", "b")
     assert _python(tmp_path, "rewards_here:dumps").score(question, "x") == 0.25
-    with pytest.raises(TypeError, match=r"dumps\(\) takes 1 positional"):
+    with pytest.raises(RewardError, match=r"raised TypeError: dumps\(\) takes 1 positional"):
         _python(tmp_path, "json:dumps").score(question, "x")  # of Python's own json
     assert sys.path == before
 
