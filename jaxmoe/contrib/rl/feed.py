@@ -5,7 +5,8 @@
     state -> answers by the state's parameters -> batch -> (next state, metrics)
 
 A step trains on its answers `rl.epochs` times, in `rl.minibatches` updates each. Old and reference
-log-probabilities are those before the first update.
+log-probabilities are those before the first update. The guard judges each update, and a step counts
+as refused if all its updates were.
 
 The queue of answers is empty at checkpoints, so that a resumed run continues bitwise.
 """
@@ -16,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import operator
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -69,6 +70,8 @@ from jaxmoe.training.loss import token_log_probs
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
 from sharding.distributed import global_batch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -358,6 +361,7 @@ class RolloutFeed(Feed):
         config = self._learner.config
         mesh = self._learner.mesh
         seed = (self._learner.seed, int(state.step))
+        in_a_row = int(state.skipped_in_a_row)
         step_metrics = list[StepMetrics]()
         cut = 0
         read = 0
@@ -377,7 +381,8 @@ class RolloutFeed(Feed):
                 state = dataclasses.replace(state, step=state.step - 1)
             state, metrics = step_function(state, placed)
             step_metrics.append(metrics)
-        return state, _together(step_metrics), cut / max(read, 1)
+        state, metrics = _count_once(state, step_metrics, in_a_row)
+        return state, metrics, cut / max(read, 1)
 
     @functools.cached_property
     def _table(self) -> ParameterTable:
@@ -429,23 +434,49 @@ class RolloutFeed(Feed):
         return dataclasses.replace(batch, extra=extra), measures
 
 
+def _count_once(
+    state: TrainState, metrics: Sequence[StepMetrics], in_a_row: int
+) -> tuple[TrainState, StepMetrics]:
+    """Return state and metrics of a step whose updates count as one, refused if all of them were.
+
+    Args:
+        state: State after the updates.
+        metrics: Metrics of each.
+        in_a_row: Steps refused in a row before.
+    """
+    refused = sum(bool(each.is_skipped) for each in metrics)
+    is_refused = refused == len(metrics)
+    if refused and not is_refused:
+        step = int(state.step)
+        logger.warning("step %d: %d of %d updates were refused", step, refused, len(metrics))
+    too_many = int(state.skipped_in_a_row) - (in_a_row + 1 if is_refused else 0)
+    state = dataclasses.replace(
+        state,
+        skipped=state.skipped - (refused - int(is_refused)),
+        skipped_in_a_row=state.skipped_in_a_row - too_many,
+    )
+    # An array of its own: the next step donates those of the state.
+    counted = metrics[-1].skipped_in_a_row - too_many
+    return state, dataclasses.replace(_together(metrics), skipped_in_a_row=counted)
+
+
 def _together(metrics: Sequence[StepMetrics]) -> StepMetrics:
-    """Return the metrics of a step from those of its updates: loss and norms are means, tokens and
-    refusals are of all; the rest is of the last."""
-    last = metrics[-1]
+    """Return the metrics of a step from those of its updates: tokens are of all, loss and norms are
+    means over the updates that were not refused, if any, and the rest is of the last of these."""
     if len(metrics) == 1:
-        return last
+        return metrics[0]
+    accepted = [each for each in metrics if not bool(each.is_skipped)] or metrics
+    last = accepted[-1]
 
     def mean(*values: Any) -> Any:
         return sum(values[1:], values[0]) / len(values)
 
     return dataclasses.replace(
         last,
-        loss=mean(*(each.loss for each in metrics)),
-        losses=jax.tree.map(mean, *(each.losses for each in metrics)),
-        grad_norm=mean(*(each.grad_norm for each in metrics)),
+        loss=mean(*(each.loss for each in accepted)),
+        losses=jax.tree.map(mean, *(each.losses for each in accepted)),
+        grad_norm=mean(*(each.grad_norm for each in accepted)),
         num_tokens=sum((each.num_tokens for each in metrics[1:]), metrics[0].num_tokens),
-        is_skipped=functools.reduce(operator.or_, (each.is_skipped for each in metrics)),
     )
 
 
