@@ -77,6 +77,7 @@ NO_OFFLOAD = {"execution.offload": None}
 COMPARED = {"parts": (choice("run_part", "gradient_comparison")(),)}
 NO_PARTS = {"parts": ()}
 WORKERS = {"replicas": choice("replicas", "diloco")()}
+AVERAGE = {"training.average": choice("average", "fixed")()}
 NO_WORKERS = {"replicas": choice("replicas", "none")()}
 ANSWERS = {
     "training.objective": choice("objective", "policy_gradient")(),
@@ -267,7 +268,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         SWITCH | {"execution.precision.parameters": "bfloat16"},
         {"execution.precision.parameters": "float32"},
     ),
-    (IN_HOST | {"training.average": choice("average", "fixed")()}, NO_OFFLOAD),
+    (IN_HOST | AVERAGE, NO_OFFLOAD),
     (REMIX | STAGES, ONE_STAGE),
     (REMIX | FORWARD, BACKPROP),
     (REMIX | SKIPPING, NO_SKIPPING),
@@ -379,7 +380,7 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
     (WORKERS | {"parts": (choice("run_part", "check_free")(),)}, NO_PARTS),
     (WORKERS | COMPARED, NO_PARTS),
     (WORKERS | FORWARD, NO_WORKERS),
-    (WORKERS | {"training.average": choice("average", "fixed")()}, NO_WORKERS),
+    (WORKERS | AVERAGE, NO_WORKERS),
     (WORKERS | ANSWERS, NO_WORKERS),
     (WORKERS | ON_ADAPTERS["lift"], NO_WORKERS),
     (ONE_BIT | {"optimizer.beta1": 0.8}, {"optimizer.beta1": 0.9}),
@@ -388,6 +389,8 @@ EXAMPLES: tuple[tuple[Fields, Fields], ...] = (
         {"optimizer": choice("optimizer", "adamw")()},
     ),
     # Answers.
+    (rollouts() | AVERAGE, {"rl.epochs": 1}),
+    (rollouts(epochs=1, minibatches=2) | AVERAGE, {"rl.minibatches": 1}),
     (rollouts(sync="exact"), {"rl.staleness": 1, "rl.old": "engine"}),
     (rollouts(staleness=1), {"rl.old": "engine"}),
     (rollouts(old="engine", truncation=2.0), {"rl.truncation": None}),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jaxmoe.choices import Row, differs, is_set, that, unset
+from jaxmoe.choices import Row, above, differs, is_set, that, unset
 from jaxmoe.contrib.rl.objective import PolicyGradientConfig
 
 ROWS: Final = (
@@ -35,6 +35,16 @@ ROWS: Final = (
         is_set("training.batch_ramp"),
         "every step of rl has rl.prompts x rl.group answers, and training.batch_ramp changes them",
         "set training.batch_ramp to None",
+    ),
+    *(
+        Row(
+            is_set("training.average"),
+            above(f"rl.{field}", 1),
+            "{first} takes the place of the parameters after the first update of the last step, and"
+            " with {second} more follow",
+            f"set rl.{field} to 1, or leave out training.average",
+        )
+        for field in ("epochs", "minibatches")
     ),
     Row(
         differs("rl.sync", "copy"),
