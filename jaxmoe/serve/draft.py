@@ -95,10 +95,11 @@ class Draft:
         """
         shapes = self.view.facts.shapes
         sequences = self.decoding()[:limit]
-        if shapes is not None:
-            return [sequence for sequence in sequences if self.single(sequence)]
         drafted: list[Sequence] = []
         running = self._running
+        if shapes is not None:
+            drafted = [sequence for sequence in sequences if self.single(sequence)]
+            sequences = []
         for sequence in sequences:
             id_ = sequence.id
             has_room = sequence.computed < len(sequence.pages) * sequence.page_size
@@ -108,7 +109,7 @@ class Draft:
                 drafted.append(sequence)
             elif self.single(sequence):
                 drafted.append(sequence)
-        return drafted
+        return [o for o in drafted if o.id in running] if self.evicted else drafted
 
     def single(self, sequence: Sequence) -> bool:
         """Let a running sequence draw a token, at the cost of later ones if pages are lacking.
@@ -156,7 +157,7 @@ class Draft:
         """Admit a waiting sequence if there is a place and pages for all its tokens."""
         view = self.view
         size = self.view.facts.page_size
-        if self.is_full:
+        if self.is_full or sequence.state != "waiting":  # it was evicted for this plan
             return False
         if any(away.rank < sequence.rank for away in self._away):
             return False
@@ -234,12 +235,11 @@ class Draft:
         end = self._computed.get(sequence.id, sequence.computed) + count
         needed = max(num_pages(end, size) - num_held, 0)
         while self._ledger.free < needed:
-            candidates = [o for o in self.running() if o.id not in self._entered]
+            candidates = self._candidates(sequence)
             if not candidates or sequence.id in self._entered:
                 return False
             victim, kind = self.view.facts.victim(candidates)
-            del self._running[victim.id]
-            self._ledger.give(victim.pages)
+            self._leave(victim)
             self.evicted.append(Eviction(victim.id, kind))
             self._away += [victim] if kind == "swap" else []
             if victim is sequence:
@@ -248,3 +248,24 @@ class Draft:
         self._held[sequence.id] = num_held + needed
         self._used.add(sequence.id)
         return True
+
+    def _candidates(self, sequence: Sequence) -> list[Sequence]:
+        """Return the sequences that may give their pages back for another, or it for them.
+
+        They have no work so far, or a lower priority than the other one.
+        """
+        priority = sequence.request.priority
+        used = self._used
+        running = [o for o in self._running.values() if o.id not in self._entered]
+        return [o for o in running if o.id not in used or o.request.priority < priority]
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence out of the plan, with its work."""
+        id_ = sequence.id
+        del self._running[id_]
+        self._ledger.give(sequence.pages)
+        if id_ in self._used:
+            self._used.discard(id_)
+            self._singles = [single for single in self._singles if single != id_]
+            self._pieces = [piece for piece in self._pieces if piece.id != id_]
+            self._ledger.take(len(sequence.pages) - self._held.pop(id_, len(sequence.pages)))

@@ -213,6 +213,38 @@ def step_of(instance, policy, executor, now=0.0):
     return step, executor.run(step)
 
 
+@pytest.mark.parametrize("shapes", [None, Shapes(singles=4, pieces=((1, 16), (2, 4)))])
+@pytest.mark.parametrize(
+    ("low", "high", "budget"),
+    [((14, 18), (11, 18), 64), ((2, 28), (24, 4), 4)],
+    ids=["both decode", "a prompt beside one that decodes"],
+)
+@pytest.mark.parametrize("victim", [youngest, swapped])
+def test_the_sequence_of_the_lowest_priority_gives_its_pages_back(
+    low, high, budget, shapes, victim
+):
+    """Although it runs longer, and the plan has work for it already."""
+    facts = small(shapes=shapes, victim=victim)
+    instance = Instance(facts, "split_fuse")
+    policy = BATCHING["split_fuse"](budget=budget).build(facts)
+    requests = [
+        (
+            time,
+            Request(
+                id=time,
+                prompt=tuple(range(time * 5, time * 5 + prompt)),
+                sampling=Sampling(max_tokens=tokens),
+                priority=priority,
+            ),
+        )
+        for time, ((prompt, tokens), priority) in enumerate(((low, -5), (high, 5)))
+    ]
+    streams, plans = serve(instance, policy, requests)
+    assert {eviction.id for plan in plans for eviction in plan.evict} == {0}
+    for _, request in requests:
+        assert streams.tokens[request.id] == answer(request, facts.max_length)
+
+
 def test_a_shared_prefix_is_computed_once():
     prompt = range(10)
     facts = small()
