@@ -15,6 +15,7 @@ belong to one thread.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from jaxmoe.contrib.fleet.dispatch import (
     RequestDispatcher,
     Route,
 )
+from jaxmoe.contrib.fleet.dispatch.base import load
 from jaxmoe.contrib.fleet.migration import Copy, Migration
 from jaxmoe.contrib.fleet.moves import transfer_waiting
 from jaxmoe.serve.admission import queue_full
@@ -101,6 +103,8 @@ class Fleet:
     def submit(self, request: Request, now: float) -> tuple[Event, ...]:
         """Place a request and queue it, or offer it again with each `balance`.
 
+        Where the queue of its place is full another instance of the same role takes it.
+
         Args:
             request: Request.
             now: Seconds on the fleet's clock.
@@ -111,13 +115,14 @@ class Fleet:
         self._offer_again(now)
         route = None if self.offered else self._dispatcher.place(request, self.view(now))
         first = self.instances[0]
-        if route is None and first.refusal(request) is None:
+        refusal = first.refusal(request)
+        if route is None and (refusal is None or refusal.code == "queue_full"):
             most = first.facts.max_waiting * self.num_open
             if len(self.offered) >= most:
                 return first.refuse(request, queue_full(most))
             self.offered[request.id] = (request, now)
             return ()
-        return self._queue(request, now, route or Route(0))
+        return self._queue(request, now, self._with_room(route or Route(0), now))
 
     def cancel(self, id_: int) -> tuple[Event, ...]:
         """End a request early, also one that is moving; one that has ended is ignored."""
@@ -281,10 +286,27 @@ class Fleet:
         while self.offered:
             request, arrived = next(iter(self.offered.values()))
             route = self._dispatcher.place(request, self.view(now))
+            route = None if route is None else self._with_room(route, now)
             if route is None or self.instances[route.prefill].refusal(request) is not None:
                 return
             del self.offered[request.id]
             self._queue(request, arrived, route)
+
+    def _with_room(self, route: Route, now: float) -> Route:
+        """Return a route, by the least loaded instance of the role where a queue is full."""
+
+        def has_room(number: int) -> bool:
+            instance = self.instances[number]
+            return len(instance.queues.waiting) < instance.facts.max_waiting
+
+        if has_room(route.prefill):
+            return route
+        role = self.roles[route.prefill]
+        numbers = [n for n in range(self.num_open) if self.roles[n] == role and has_room(n)]
+        if not numbers:
+            return route
+        number = min(numbers, key=lambda n: (load(self.instances[n].view(now)), n))
+        return dataclasses.replace(route, prefill=number)
 
     def _queue(self, request: Request, arrived: float, route: Route) -> tuple[Event, ...]:
         events = self.instances[route.prefill].submit(request, arrived)

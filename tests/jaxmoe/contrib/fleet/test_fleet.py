@@ -13,12 +13,14 @@ import pytest
 from jaxmoe.contrib.fleet.config import FleetConfig
 from jaxmoe.contrib.fleet.dispatch import DISPATCH, DispatchConfig, RequestDispatcher
 from jaxmoe.contrib.fleet.engine import FleetEngine
+from jaxmoe.contrib.fleet.fleet import Fleet
 from jaxmoe.contrib.serving_lab.batching import EVERY_BATCHING
 from jaxmoe.contrib.serving_lab.layers import LayersInstance
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation
 from jaxmoe.planning.hardware import CHIPS
 from jaxmoe.serve import BATCHING, Facts, Request, Sampling
 from jaxmoe.serve.engine import Engine, EngineConfig
+from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.policies.retention import RETENTION
 from tests.support.fleets import PageWorker, Rig
 from tests.support.page_executor import answer
@@ -218,6 +220,24 @@ def test_answers_of_one_request_are_offered_together_or_refused_together():
         engine.cancel_all()
         assert [read(stream)[1].reason for stream in first] == ["cancelled"] * 3
         assert [read(stream)[1].reason for stream in second] == ["refused"] * 3
+
+
+@pytest.mark.parametrize(
+    "dispatch", [name for name in DISPATCH if name not in ("pd_serve", "prfaas")]
+)
+def test_a_request_is_refused_only_where_no_queue_has_room(dispatch):
+    """Also where a policy keeps a session, or a long prompt, at one instance."""
+    facts = Facts(num_pages=14, page_size=4, max_running=1, max_length=40, max_waiting=2)
+    instances = [Instance(facts) for _ in range(4)]
+    policies = [BATCHING["split_fuse"]().build(facts) for _ in instances]
+    fleet = Fleet(instances, policies, DISPATCH[dispatch]())
+    places = 2 * sum(role != "decode" for role in fleet.roles)
+    for id_ in range(places):
+        prompt = tuple(range(1, 2 + 10 * (id_ == 0)))
+        assert not fleet.submit(Request(id=id_, prompt=prompt, session="s"), 0.0)
+    (end,) = fleet.submit(Request(id=places, prompt=(1, 2), session="s"), 0.0)
+    assert end.reason == "refused" and end.code == "queue_full"
+    fleet.check_pages()
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
