@@ -228,7 +228,7 @@ class Reporter:
     def log_steps(self, report: Report) -> None:
         """Log the metrics of consecutive training steps."""
         self._seconds += report.seconds
-        self._tokens += sum(float(metrics.num_tokens) for metrics in report.metrics)
+        self._tokens += report.num_tokens
         load = None
         for step, metrics in zip(report.steps, report.metrics, strict=True):
             self._trained_seconds += report.seconds / len(report.steps)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.data import Batch, Loader, Source
@@ -38,6 +40,7 @@ class Feed:
     batch      when a step is compiled
     session    around all steps of a loop; the step that it returns is taken on each batch
     batches    once in each loop; a loop after a rollback or on another mesh begins anew
+    positions  after the step on a batch
     """
 
     def check(self) -> None:
@@ -50,6 +53,16 @@ class Feed:
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
         """Yield the batches after a number of steps in order, on the devices."""
         raise NotImplementedError
+
+    def positions(self, batch: Batch) -> int | None:
+        """Return the positions of a batch of `batches` without padding, for the speed of a run; by
+        default None: the step makes its rows itself, and their loss weights are counted.
+
+        Args:
+            batch: Rows on the devices.
+        """
+        del batch
+        return None
 
     def session(
         self,
@@ -149,3 +162,16 @@ class LoaderFeed(Feed):
         with contextlib.closing(rows):
             for batch in rows:
                 yield global_batch(batch, self.mesh)
+
+    def positions(self, batch: Batch) -> int | None:
+        """Return the positions without padding.
+
+        Of several processes each takes the rows of others for as full as its own: it counts alone.
+        """
+        if batch.segment_ids is None:
+            return batch.tokens.size
+        ids = jnp.asarray(batch.segment_ids)
+        shards = {str(shard.index): np.asarray(shard.data) for shard in ids.addressable_shards}
+        size = sum(shard.size for shard in shards.values())
+        count = sum(np.count_nonzero(shard) for shard in shards.values())
+        return round(ids.size * count / size)

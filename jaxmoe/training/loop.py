@@ -67,12 +67,20 @@ class Report:
     metrics: tuple[StepMetrics, ...]
     seconds: float
     """Training time of these steps."""
+    positions: float | None = None
+    """Positions of their batches without padding; None where steps make their rows themselves."""
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens that were computed, whatever their weights: `positions`, else the loss weights."""
+        if self.positions is not None:
+            return self.positions
+        return sum(float(metrics.num_tokens) for metrics in self.metrics)
 
     @property
     def tokens_per_second(self) -> float:
         """Training throughput of these steps."""
-        tokens = sum(float(metrics.num_tokens) for metrics in self.metrics)
-        return tokens / max(self.seconds, 1e-9)
+        return self.num_tokens / max(self.seconds, 1e-9)
 
 
 _LAG = 2
@@ -119,6 +127,7 @@ class Loop:
         beat: Callable[[str, int], None] = lambda what, step: None,
     ):
         self._step_function = step_function
+        self._feed = feed
         self._batches = feed.batches(first_step)
         self._last_step = last_step
         self._hooks = hooks
@@ -157,7 +166,8 @@ class Loop:
         if metrics is None:
             return None
         pending = self._pending
-        is_over = pending.add(self.step, metrics) or self.step == self._last_step
+        positions = self._feed.positions(batch)
+        is_over = pending.add(self.step, metrics, positions) or self.step == self._last_step
         asks = self._asks_alone or self.step % self._report_every == 0
         with self._stopwatch.on(WAIT):  # hooks and signals may need a collective
             due = [hook for hook in self._hooks if hook.is_due(self.step)]
@@ -235,18 +245,20 @@ class _PendingMetrics:
         self._beat = beat
         self._max_skipped = max_skipped
         self._steps: list[tuple[int, StepMetrics]] = []
+        self._positions: list[int | None] = []
         self._latest: deque[StepMetrics] = deque(maxlen=_LAG + 1)
         self.since = time.perf_counter()
         """Time from which training time is counted."""
         self.refused: tuple[int, int] | None = None
         """First and last of the first `max_skipped` steps refused in a row."""
 
-    def add(self, step: int, metrics: StepMetrics) -> bool:
+    def add(self, step: int, metrics: StepMetrics, positions: int | None) -> bool:
         """Add a step; return whether too many were refused in a row, `_LAG` steps ago.
 
         The answer is the same on all processes.
         """
         self._steps.append((step, metrics))
+        self._positions.append(positions)
         self._latest.append(metrics)
         if len(self._latest) <= _LAG:
             return False
@@ -262,9 +274,13 @@ class _PendingMetrics:
                 jax.block_until_ready(metric.loss)
             metrics = fetch_metrics([metric for _, metric in self._steps])
         seconds = time.perf_counter() - self.since
+        counts = [count for count in self._positions if count is not None]
+        positions = float(sum(counts)) if len(counts) == len(steps) else None
+        report = Report(steps=steps, metrics=metrics, seconds=seconds, positions=positions)
         with self._stopwatch.on(REPORT):
-            self._report(Report(steps=steps, metrics=metrics, seconds=seconds))
+            self._report(report)
         self._steps.clear()
+        self._positions.clear()
         self.since = time.perf_counter()
         self.refused = self.refused or _refuse(steps, metrics, self._max_skipped)
 

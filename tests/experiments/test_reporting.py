@@ -78,6 +78,16 @@ def test_records_know_tokens_seconds_and_mfu(assembly, tmp_path, monkeypatch, ca
     np.testing.assert_allclose(rates, wanted, rtol=1e-6)
 
 
+def test_the_speed_counts_positions_whatever_their_loss_weights(assembly, tmp_path, capsys):
+    directory = RunDirectory(tmp_path)
+    reporter = Reporter("r", directory, assembly, 0)
+    answers = dataclasses.replace(report(1, 4, 8.0), positions=4 * 1280.0)
+    reporter.log_steps(answers)
+    reporter.close()
+    assert read_metrics(directory.metrics_file)[TOKENS_PER_SECOND][1].tolist() == [640.0]
+    assert reporter.tokens_per_second == 640.0
+
+
 def test_the_rate_is_that_of_the_updates_so_far(assembly, tmp_path, monkeypatch, capsys):
     """A refused step is none of them: also after a resume, and after going back."""
     directory = RunDirectory(tmp_path)

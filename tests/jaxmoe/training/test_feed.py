@@ -6,6 +6,7 @@ A vertical with a feed imports these tests beside a fixture `feed` of its own.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from jaxmoe.contrib.levels import BucketsConfig
-from jaxmoe.data import Loader
+from jaxmoe.data import Batch, Loader
 from jaxmoe.data.synthetic import MarkovConfig
 from jaxmoe.training.feed import Feed, LoaderFeed
+from sharding.distributed import global_batch
 from tests.jaxmoe.contrib.levels.test_rows import loader_of
 
 STEPS = 4
@@ -69,6 +71,28 @@ def test_the_batch_that_is_compiled_for_has_the_shapes_of_all(feed):
     shapes = [(leaf.shape, leaf.dtype) for leaf in _arrays(feed.batch(1))]
     for batch in _batches(feed, 1):
         assert [(leaf.shape, leaf.dtype) for leaf in batch] == shapes
+
+
+def test_positions_are_those_without_padding(feed):
+    """Whatever their loss weights."""
+    with contextlib.closing(feed.batches(0)) as batches:
+        for batch in itertools.islice(batches, STEPS):
+            ids = batch.segment_ids
+            wanted = batch.tokens.size if ids is None else int((np.asarray(ids) != 0).sum())
+            answers = dataclasses.replace(batch, loss_weights=0.0 * batch.loss_weights)
+            assert feed.positions(batch) == feed.positions(answers) == wanted > 0
+
+
+def test_positions_of_copies_are_counted_once():
+    """Rows over data, copied over tensor: each process sees the copies too."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    ids = np.zeros((4, 8), np.int32)
+    ids[0, :5] = 1
+    ids[3, :2] = 2
+    batch = global_batch(
+        Batch(tokens=ids, targets=ids, loss_weights=ids * 0.1, segment_ids=ids), mesh
+    )
+    assert dataclasses.replace(_of_loader(), mesh=mesh).positions(batch) == 7
 
 
 def test_a_session_may_end_without_a_step_and_another_follow(feed):

@@ -158,6 +158,13 @@ def test_reports_come_before_hooks_and_hooks_in_their_order(bench):
     assert bench.rates == [5.0] * 4  # 10 tokens a step of 2 seconds
 
 
+def test_a_feed_that_knows_its_positions_counts_them_for_the_speed(bench, monkeypatch):
+    """Of the batch of each step, in place of its loss weights."""
+    monkeypatch.setattr(BenchFeed, "positions", lambda _, batch: 100 + int(batch.tokens[0, 0]))
+    bench.run(last=6, report_every=3)
+    assert bench.rates == [303 / 6, 312 / 6]
+
+
 def test_the_time_of_hooks_is_not_training_time(bench):
     bench.run(bench.hook("slow", 2, seconds=50.0), last=5)
     reports = [entry for entry in bench.diary if entry.startswith("report")]
