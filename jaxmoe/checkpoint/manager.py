@@ -252,6 +252,16 @@ class CheckpointManager:
         """Return the manifest that the first process reads; every process must call this."""
         return shared_manifest(lambda: self.manifest(step))
 
+    def newest_readable_manifest(self) -> CheckpointManifest | None:
+        """Return the manifest of the newest step that has one to read, if any.
+
+        Its files are not checked. Every process must call this.
+        """
+        for step in reversed(self.shared_steps()):
+            with contextlib.suppress(CheckpointDamagedError):
+                return self.shared_manifest(step)
+        return None
+
     def restore(self, step: int, target: Any) -> Any:
         """Return the state of a step, verified; every process must call this.
 

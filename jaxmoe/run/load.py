@@ -140,12 +140,10 @@ def restore_run(
         check_position(manifest.data, loader.position(manifest.step))
 
     try:
-        newest = max(manager.shared_steps(), default=None) if step is None else step
-        if newest is not None:
-            manifest = manager.shared_manifest(newest)
-            if _has_workers(assembly, manifest):
-                check(manifest)
-                return assembly, _without_workers(assembly, manager, newest), newest
+        manifest = _manifest(manager, step)
+        if manifest is not None and _has_workers(assembly, manifest):
+            check(manifest)
+            return assembly, _without_workers(assembly, manager, manifest.step), manifest.step
         if step is not None:
             check(manager.shared_manifest(step))
             state = manager.restore(step, _target(assembly, manager, step))
@@ -215,11 +213,11 @@ def _target(assembly: Assembly, manager: CheckpointManager, step: int | None) ->
             )
         )
         return dataclasses.replace(state, params=params)
-    newest = max(manager.shared_steps(), default=None) if step is None else step
-    if newest is None:
+    manifest = _manifest(manager, step)
+    if manifest is None:
         return state  # nothing to restore
     params = weight_storage(precision.weights).target(
-        plan.table, execution, assembly.mesh, lambda: manager.shared_manifest(newest).arrays
+        plan.table, execution, assembly.mesh, lambda: manifest.arrays
     )
     return dataclasses.replace(state, params=params)
 
@@ -238,10 +236,15 @@ def _floating(assembly: Assembly, state: TrainState) -> TrainState:
 
 def _is_imported(manager: CheckpointManager, step: int | None) -> bool:
     """Return whether a checkpoint lacks optimiser state, as one from Hugging Face does."""
-    step = max(manager.shared_steps(), default=None) if step is None else step
-    if step is None:
+    manifest = _manifest(manager, step)
+    if manifest is None:
         return False
-    return not any(path.startswith("opt_state") for path in manager.shared_manifest(step).arrays)
+    return not any(path.startswith("opt_state") for path in manifest.arrays)
+
+
+def _manifest(manager: CheckpointManager, step: int | None) -> CheckpointManifest | None:
+    """Return the manifest of a step, or of the newest that has one to read."""
+    return manager.newest_readable_manifest() if step is None else manager.shared_manifest(step)
 
 
 def describe_precision(assembly: Assembly) -> str:

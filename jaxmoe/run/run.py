@@ -46,6 +46,7 @@ from jaxmoe.run.load import describe_precision, restore_run
 from jaxmoe.run.measures import ReadingResult, decoding, measure_reading
 from jaxmoe.run.provenance.saved import Ends as Ends
 from jaxmoe.run.provenance.saved import at_execution, end_ids, on_data, on_task, saved_config
+from jaxmoe.run.provenance.warm_start import with_initial_step
 from jaxmoe.run.reporter import EvaluateResult, TrainedStep, TrainResult
 from jaxmoe.run.reporting.recorded import read_run
 from jaxmoe.run.reporting.report import rebuild_report
@@ -329,6 +330,8 @@ class Run:
         self._loaded = None
         with configuration_errors():
             source = self._fit_to_data()
+            saved = self.directory.config_json() if self.directory.has_config() else None
+            self.config = with_initial_step(self.config, saved)
         return Trainer(
             self.name,
             self.config,

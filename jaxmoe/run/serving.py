@@ -97,6 +97,8 @@ class ModelToServe(NamedTuple):
     """Parameters; host arrays where one device is to serve them."""
     router_state: Any
     """State of the routers."""
+    step: int
+    """Step of the checkpoint."""
     length: int
     """Tokens of a sequence that the model was trained for."""
     codec: TextCodec
@@ -199,7 +201,7 @@ def load_model(checkpoint: ServedCheckpoint) -> ModelToServe:
         ValueError: There is no such run.
     """
     path = checkpoint.path
-    assembly, state, _ = load_run(
+    assembly, state, step = load_run(
         path,
         checkpoint.step,
         MeshConfig(data=-1) if checkpoint.mesh is None else checkpoint.mesh,
@@ -220,6 +222,7 @@ def load_model(checkpoint: ServedCheckpoint) -> ModelToServe:
         assembly,
         state.params,
         state.router_state,
+        step,
         length,
         codec=codec,
         chat=chat,
@@ -355,10 +358,10 @@ def _adapt(loaded: ModelToServe) -> tuple[ModelConfig, Any, dict[str, ChatFormat
     model = loaded.model
     checkpoint = loaded.checkpoint
     path = checkpoint.path
-    if model.adapter is not None or checkpoint.step is not None:
+    if model.adapter is not None:
         raise ValueError(
-            f"adapters: run.directory={path} must be a model without an adapter at its newest"
-            " checkpoint: name the run that the adapters were trained on, and leave run.step out"
+            f"adapters: run.directory={path} must be a model without an adapter: name the run that"
+            " the adapters were trained on"
         )
     joint: Any = ADAPTERS["task_lora"]
     by_name = {}
@@ -368,6 +371,13 @@ def _adapt(loaded: ModelToServe) -> tuple[ModelConfig, Any, dict[str, ChatFormat
         assembly, state, _ = load_run(
             directory, None, MeshConfig(data=-1), needs_data=False, initial=path
         )
+        initial = assembly.plan.config.checkpoint.initial
+        trained_on = None if initial is None else initial.step
+        if trained_on not in (None, loaded.step):
+            raise ValueError(
+                f"adapters: {directory} was trained on step {trained_on} of {path}, and step"
+                f" {loaded.step} is served: serve it with --run.step {trained_on}"
+            )
         by_name[name] = assembly.plan.model.adapter, jax.device_get(state.params)
         chats[name] = _chat(assembly, RunDirectory(directory), checkpoint.template)
     adapter, params = joint.together(loaded.params, by_name)

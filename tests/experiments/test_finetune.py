@@ -15,6 +15,7 @@ from experiments.cli.flags import ExitCode
 from jaxmoe import load_checkpoint, save_checkpoint
 from jaxmoe.checkpoint.manifest import read_manifest
 from jaxmoe.run.load import load_run
+from jaxmoe.run.provenance.saved import saved_config
 from jaxmoe.run.serving import ServedCheckpoint, open_served
 from jaxmoe.serve import Sampling
 from jaxmoe.serve.sizes import EngineSizesConfig
@@ -62,6 +63,8 @@ def test_checkpoints_hold_the_adapter_and_name_its_base(finished, tuned):
     assert params and all(path.endswith((":down", ":up", ":scale")) for path in params)
     assert manifest.base is not None
     assert (manifest.base["path"], manifest.base["step"]) == (str(finished), 6)
+    # It stays that step when the base trains on.
+    assert saved_config(tuned).checkpoint.initial.step == 6
 
 
 def test_the_base_is_bitwise_that_of_its_run(finished, tuned):
@@ -95,10 +98,17 @@ def test_adapters_of_a_run_are_served_together_and_alike_alone(finished, tuned, 
         found = [[e.token for e in stream if hasattr(e, "token")] for stream in streams]
     assert found[0] == tokens(finished) and found[1] == found[2] == tokens(tuned)
     other = shutil.copytree(tuned, tmp_path / "other")
-    with pytest.raises(ValueError, match="without an adapter at its newest"):
+    with pytest.raises(ValueError, match="must be a model without an adapter: name the run that"):
         open_served(ServedCheckpoint(path=str(tuned), adapters={"one": str(other)}), sizes)
     with pytest.raises(ValueError, match="a run without an adapter"):
         open_served(ServedCheckpoint(path=str(finished), adapters={"one": str(finished)}), sizes)
+    later = shutil.copytree(finished, tmp_path / "later")
+    assert pretrain.main(["resume", str(later), "--training.steps", "7"]) == ExitCode.DONE
+    adapters = {"one": str(tuned)}
+    with pytest.raises(ValueError, match="trained on step 6 of .* step 7 is served.*run.step 6"):
+        open_served(ServedCheckpoint(path=str(later), adapters=adapters), sizes)
+    assert found[0] == tokens(later, step=6, adapters=adapters)
+    assert found[1] == tokens(later, "one", step=6, adapters=adapters)
     moved = tmp_path / "moved"
     assert pretrain.main([*finished_flags(moved), "--training.seed", "7"]) == ExitCode.DONE
     with pytest.raises(ValueError, match="holds other parameters"):
@@ -234,7 +244,7 @@ def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(tuned, moved)
     config = json.loads((moved / "config.json").read_text())
-    config["checkpoint"]["initial"]["path"] = str(tmp_path / "gone")
+    config["checkpoint"]["initial"] |= {"path": str(tmp_path / "gone"), "step": None}
     (moved / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="gone"):
         load_run(str(moved), None, needs_data=False)
@@ -243,6 +253,7 @@ def test_a_base_that_has_moved_is_named(finished, tuned, tmp_path):
         for where, initial in (((str(place), 4), str(finished)) for place in (moved, tuned))
     )
     jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+    assert saved_config(moved, str(finished)).checkpoint.initial.step == 6
     with pytest.raises(ValueError, match="has no adapter, its checkpoints hold all parameters"):
         load_run(str(finished), None, needs_data=False, initial=str(tuned))
 

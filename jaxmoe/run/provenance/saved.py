@@ -24,6 +24,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from jaxmoe.checkpoint import CheckpointManager
 from jaxmoe.checkpoint.huggingface import open_huggingface, read_fields
 from jaxmoe.checkpoint.huggingface.export import TOKENS
 from jaxmoe.checkpoint.huggingface.hub import is_huggingface
@@ -202,9 +203,25 @@ def _on_base(config: PretrainConfig, path: Any, initial: str | None) -> Pretrain
             f"run.initial={initial}: {path} has no adapter, its checkpoints hold all parameters:"
             " leave it out"
         )
-    base = dataclasses.replace(config.checkpoint.initial or InitialConfig(), path=initial)
+    # With the step that its checkpoint names: the model may have trained on.
+    step = None if is_huggingface(initial) else _step_of_base(RunDirectory(path))
+    base = dataclasses.replace(
+        config.checkpoint.initial or InitialConfig(), path=initial, step=step
+    )
     checkpoint = dataclasses.replace(config.checkpoint, initial=base)
     return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+def _step_of_base(directory: RunDirectory) -> int | None:
+    """Return the step of the model that the newest checkpoint of an adapter was trained on."""
+    if not directory.checkpoints_directory.is_dir():
+        return None
+    manager = CheckpointManager(directory.checkpoints_directory, is_writer=False)
+    try:
+        manifest = manager.newest_readable_manifest()
+    finally:
+        manager.close()
+    return None if manifest is None or manifest.base is None else manifest.base["step"]
 
 
 def at_execution(

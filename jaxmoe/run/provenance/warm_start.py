@@ -37,10 +37,34 @@ from jaxmoe.configs import TAG
 from jaxmoe.fingerprints import fingerprints
 from jaxmoe.messages import command_line, say
 from jaxmoe.run.assemble import Assembly
-from jaxmoe.run.config import CheckpointConfig, InitialConfig
+from jaxmoe.run.config import CheckpointConfig, InitialConfig, PretrainConfig
 from jaxmoe.run.provenance.lineage import LineageSource, check_branch
 from jaxmoe.run.provenance.saved import huggingface_values
 from jaxmoe.training.state import TrainState, state_around
+
+
+def with_initial_step(config: PretrainConfig, saved: Mapping[str, Any] | None) -> PretrainConfig:
+    """Return a config that names the step of the other run with which this run begins.
+
+    A run keeps it: when it goes on or is opened, the other may have trained on.
+
+    Args:
+        config: Configuration of the run.
+        saved: `config.json` of a run that goes on; None for a new one.
+
+    Raises:
+        ValueError: The other run has no checkpoint.
+    """
+    initial = config.checkpoint.initial
+    if initial is None or initial.step is not None or is_huggingface(initial.path):
+        return config
+    if saved is None:
+        step = initial_manifest(config.checkpoint).step
+    else:
+        step = ((saved.get("checkpoint") or {}).get("initial") or {}).get("step")
+    initial = dataclasses.replace(initial, step=step)
+    checkpoint = dataclasses.replace(config.checkpoint, initial=initial)
+    return dataclasses.replace(config, checkpoint=checkpoint)
 
 
 def base_of(assembly: Assembly) -> BaseModel | None:
@@ -187,6 +211,13 @@ def initial_state(assembly: Assembly, state: TrainState) -> tuple[LineageSource,
     )
     started = _begin(assembly, state, restored["params"], restored.get("router_state"))
     say(_message(directory, manifest, set(target), bool(router_arrays) or bool(router_paths)))
+    params = {path for path in names if path.startswith("params/")}
+    if unread := sorted(params - describe({"params": target["params"]}).keys()):
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        say(
+            f"note: the model has no {', '.join(unread[:5])}{more}, which are left behind: it"
+            f" computes another function than that of {directory}"
+        )
     return _source(config, manifest), started
 
 

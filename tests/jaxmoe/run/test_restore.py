@@ -19,8 +19,10 @@ from jaxmoe.data import SkippedRows
 from jaxmoe.execution import ExecutionConfig, OffloadConfig
 from jaxmoe.precision import PrecisionPolicy
 from jaxmoe.run.assemble import Assembly, assemble
+from jaxmoe.run.config import CheckpointConfig, InitialConfig
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import restore_run
+from jaxmoe.run.provenance.warm_start import initial_state, with_initial_step
 from jaxmoe.run.restore import Continuation
 from sharding import MeshConfig
 from tests.jaxmoe.run.test_run import config
@@ -67,12 +69,12 @@ def peaks(monkeypatch):
     return found
 
 
-def _saved(assembly: Assembly, manager: CheckpointManager, count: int = 3) -> int:
-    """Save a state of step 3 and return its bytes."""
-    state, position = assembly.new_state(), assembly.loader.position(3)
+def _saved(assembly: Assembly, manager: CheckpointManager, count: int = 3, *, step: int = 3) -> int:
+    """Save a state as that of a step and return its bytes."""
+    state, position = assembly.new_state(), assembly.loader.position(step)
     state = dataclasses.replace(state, step=state.step + count)
     given = to_json(dataclasses.replace(assembly.plan.config, model=assembly.plan.model))
-    assert manager.save(3, state, config=given, data=position) and manager.finish()
+    assert manager.save(step, state, config=given, data=position) and manager.finish()
     return _bytes_of(state)
 
 
@@ -119,3 +121,51 @@ def test_a_state_of_another_step_than_its_checkpoint_is_damaged(tmp_path, caplog
         Continuation(assembly.loader, SkippedRows()).restore_or_start(assembly, manager)
     assert "checkpoints/3 is damaged: it holds the state of step 2" in caplog.text
     manager.close()
+
+
+def test_a_manifest_that_cannot_be_read_is_passed_over_where_a_run_is_opened(tmp_path, caplog):
+    directory, assembly = RunDirectory(tmp_path / "run"), assemble(config())
+    manager = CheckpointManager(directory.checkpoints_directory)
+    _saved(assembly, manager)
+    _saved(assembly, manager, 4, step=4)
+    manager.close()
+    manifest = directory.checkpoints_directory / "4" / "manifest" / "metadata"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    _, state, step = restore_run(config(), directory, None)
+    assert step == int(state.step) == 3 and "the step before it is used" in caplog.text
+
+
+def _begun_with(place, **changes):
+    initial = CheckpointConfig(initial=InitialConfig(path=str(place)))
+    return dataclasses.replace(config(), checkpoint=initial, **changes)
+
+
+def test_a_run_goes_on_with_the_step_that_it_began_with(tmp_path):
+    """Also where the other run has trained on, which an adapter and a KL penalty read again."""
+    assembly = assemble(config())
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    _saved(assembly, manager)
+    begun = with_initial_step(_begun_with(tmp_path), None)
+    assert begun.checkpoint.initial.step == 3
+    _saved(assembly, manager, 4, step=4)
+    manager.close()
+    assert with_initial_step(_begun_with(tmp_path), to_json(begun)) == begun
+    assert with_initial_step(_begun_with(tmp_path), None).checkpoint.initial.step == 4
+    # A run that began with no other has none to go on with.
+    assert with_initial_step(_begun_with(tmp_path), to_json(config())) == _begun_with(tmp_path)
+
+
+def test_parameters_that_a_model_leaves_behind_are_named(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    _saved(assemble(config()), manager)
+    manager.close()
+    lines = []
+    monkeypatch.setattr("jaxmoe.run.provenance.warm_start.say", lines.append)
+    whole = assemble(_begun_with(tmp_path))
+    initial_state(whole, whole.new_state())
+    assert len(lines) == 1
+    model = config().model
+    attention = dataclasses.replace(model.attention, qk_norm="none")
+    less = assemble(_begun_with(tmp_path, model=dataclasses.replace(model, attention=attention)))
+    initial_state(less, less.new_state())
+    assert "q_norm" in lines[-1] and "k_norm" in lines[-1] and "left behind" in lines[-1]
