@@ -15,6 +15,8 @@ from jaxmoe.serve.blocks import num_pages
 from jaxmoe.serve.requests import EndReason
 from jaxmoe.serve.sequence import Sequence
 
+REMEMBERED = 100
+"""Sequences that ended lately which are remembered."""
 _BLOCK = 512
 """Sequences of a block of the queue at most."""
 
@@ -148,7 +150,7 @@ def _last_rank(block: list[Sequence]) -> tuple[int, int]:
 class Queues:
     """Every sequence that was submitted, in exactly one state."""
 
-    def __init__(self, remembered: int = 100):
+    def __init__(self, remembered: int = REMEMBERED):
         self.sequences: dict[int, Sequence] = {}
         """Sequences that have not ended, by request."""
         self.waiting = WaitingQueue()

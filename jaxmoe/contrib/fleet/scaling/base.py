@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 from jaxmoe.contrib.fleet.dispatch import FleetView
 from jaxmoe.serve.facts import Facts, WorkPart
+from jaxmoe.serve.queues import REMEMBERED
 from jaxmoe.serve.requests import LatencyObjective, Request
+from jaxmoe.serve.view import InstanceView
 
 
 @runtime_checkable
@@ -190,7 +192,22 @@ class RateScalingConfig(ScalingConfig):
             return math.inf
         promised = LatencyObjective(ttft=self.ttft, tpot=self.tpot)
         facts = view.fleet.members[0].facts
-        return self.utilization * rate_within(hardware, facts, view.arrived, promised)
+        lengths = [length for member in view.fleet.members for length in answer_lengths(member)]
+        rate = rate_within(hardware, facts, view.arrived, promised, lengths=lengths)
+        return self.utilization * rate
+
+
+def answer_lengths(view: InstanceView) -> list[int]:
+    """Return the tokens of the answers of an instance that have ended lately.
+
+    The first that end are the short ones: none is known until as many have ended as run.
+
+    Args:
+        view: State of the instance.
+    """
+    if len(view.finished) < min(view.num_running, REMEMBERED):
+        return []
+    return [o.num_written for o in view.finished if o.request.sampling.has_answer]
 
 
 def rate_within(
@@ -198,6 +215,8 @@ def rate_within(
     facts: Facts,
     requests: Sequence[Request],
     promised: LatencyObjective = _NO_LIMITS,
+    *,
+    lengths: Sequence[int] = (),
 ) -> float:
     """Return the requests per second that an instance serves within their objective.
 
@@ -210,6 +229,8 @@ def rate_within(
         facts: Its pages and places.
         requests: Requests whose mean lengths and strictest limits count; at least one.
         promised: Limits of those that bring none.
+        lengths: Tokens of answers that have ended. An answer has as many as their mean, or as its
+            request allows, which is all that a prompt leaves where a conversation sets no limit.
 
     Returns:
         Requests per second; infinite without limits, because a queue may then grow for ever.
@@ -220,7 +241,8 @@ def rate_within(
     if math.isinf(ttft) and math.isinf(tpot):
         return math.inf
     prompt = sum(len(request.prompt) for request in requests) / len(requests)
-    answer = sum(request.sampling.max_tokens for request in requests) / len(requests)
+    usual = sum(lengths) / len(lengths) if lengths else math.inf
+    answer = sum(min(request.sampling.max_tokens, usual) for request in requests) / len(requests)
     context = int(prompt + answer / 2)
 
     def step(number: int, more: int = 0) -> float:

@@ -12,12 +12,13 @@ import pytest
 
 from jaxmoe.contrib.fleet.dispatch import DISPATCH
 from jaxmoe.contrib.fleet.scaling import SCALING, PolcaConfig
-from jaxmoe.contrib.fleet.scaling.base import ScalingView, rate_within
+from jaxmoe.contrib.fleet.scaling.base import ScalingView, answer_lengths, rate_within
 from jaxmoe.contrib.fleet.scaling.slo import SLOConfig
 from jaxmoe.contrib.serving_lab.simulation import Simulation, measure
 from jaxmoe.contrib.serving_lab.simulation.answers import latency
-from jaxmoe.serve import BATCHING, LatencyObjective
+from jaxmoe.serve import BATCHING, Instance, LatencyObjective, Request, Sampling
 from jaxmoe.serve.facts import WorkPart
+from jaxmoe.serve.sequence import Sequence
 from tests.support.simulated import COST, FACTS, arrivals
 
 QUICK = {"slo": {"interval": 0.05}, "elastic_experts": {"interval": 0.05}}
@@ -107,6 +108,44 @@ def test_the_rate_within_an_objective_grows_with_it_and_with_devices():
     tight, loose = (rate_within(COST, FACTS, one) for one in requests.values())
     assert 0 < tight < loose < math.inf
     assert rate_within(COST.on_chips(4), FACTS, requests[0.003]) > tight
+
+
+def test_the_length_of_answers_is_that_of_those_that_have_ended():
+    """Conversations without a limit allow all that a prompt leaves, and write little of it."""
+    objective = LatencyObjective(tpot=0.01)
+    bounded = [one.request for one in crowd(objective)]
+    endless = [
+        dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, max_tokens=4000))
+        for one in bounded
+    ]
+    lengths = [one.sampling.max_tokens for one in bounded]
+    rate = rate_within(COST, FACTS, bounded)
+    assert rate_within(COST, FACTS, endless) < rate / 3
+    mean = [round(sum(lengths) / len(lengths))]
+    assert rate_within(COST, FACTS, endless, lengths=mean) == pytest.approx(rate, rel=0.1)
+    assert rate_within(COST, FACTS, bounded, lengths=[10**6]) == rate
+
+
+def test_lengths_are_known_where_as_many_have_ended_as_run():
+    """The first to end are the short ones. Embeddings have no answer."""
+
+    def sequence(number):
+        """Return one with 5 tokens behind its prompt, every other one without an answer."""
+        sampling = Sampling(max_tokens=1, has_answer=not number % 2)
+        request = Request(id=number, prompt=(1,), sampling=sampling)
+        return Sequence(request=request, order=0, arrived=0.0, page_size=4, tokens=(1,) * 6)
+
+    def view(num_ended, num_running):
+        return dataclasses.replace(
+            Instance(FACTS).view(0.0),
+            finished=tuple(map(sequence, range(num_ended))),
+            running=tuple(map(sequence, range(num_running))),
+        )
+
+    assert answer_lengths(view(2, 3)) == []
+    assert answer_lengths(view(4, 3)) == [5, 5]
+    assert len(answer_lengths(view(100, 256))) == 50
+    assert answer_lengths(view(0, 0)) == []
 
 
 def test_an_instance_joins_when_its_weights_are_read_and_takes_power_until_then():
