@@ -93,6 +93,24 @@ def _working_directory() -> Iterator[None]:
         sys.path[:] = before
 
 
+class _FunctionErrors:
+    """Turns an exception of the user's code within, of any kind, into a `RewardError`."""
+
+    def __init__(self, field: str, given: str):
+        self._field = field
+        self._given = given
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        del kind, trace
+        if isinstance(error, Exception):
+            logger.error("%s raised an exception", self._field, exc_info=error)
+            message = f"{self._field} raised {type(error).__name__}: {error}, {self._given}"
+            raise RewardError(message) from error
+
+
 class _Python(RewardTask):
     def __init__(
         self, name: str, function: Callable[[Question, str], Any], questions: list[Question]
@@ -113,16 +131,12 @@ class _Python(RewardTask):
         """
         field = f"rl.reward.function={self._name}"
         given = f"for the text {text[:40]!r}"
-        try:
+        with _FunctionErrors(field, given):
             value = self._function(question, text)
-        except Exception as error:  # of any kind: code of the user
-            logger.exception("%s raised an exception", field)
-            message = f"{field} raised {type(error).__name__}: {error}, {given}"
-            raise RewardError(message) from error
-        try:
-            reward = float(value)
-        except Exception:  # arrays and tensors have their own kinds
-            reward = math.nan
+            try:
+                reward = float(value)
+            except (TypeError, ValueError, OverflowError):
+                reward = math.nan
         if not 0.0 <= reward <= 1.0:
             raise RewardError(
                 f"{field} must return a number from 0 to 1, and it returned {repr(value)[:40]}"
