@@ -75,7 +75,7 @@ class EngineMetrics:
     num_running: int = 0
     """Requests with pages."""
     num_submitted: int = 0
-    """Requests so far."""
+    """Requests so far; one that moves counts at the first instance that took it alone."""
     num_ended: dict[EndReason, int] = dataclasses.field(default_factory=dict)
     """Ended requests by reason."""
     num_preempted: int = 0
@@ -131,7 +131,7 @@ def total(members: Sequence[EngineMetrics]) -> EngineMetrics:
     """Return the numbers of several instances as those of one.
 
     Args:
-        members: Numbers of each instance; a request that moved was submitted to several.
+        members: Numbers of each instance.
     """
     if len(members) == 1:
         return members[0]
@@ -143,7 +143,6 @@ def total(members: Sequence[EngineMetrics]) -> EngineMetrics:
         if field.name != "num_ended":
             zero: Any = field.default
             sums[field.name] = sum((getattr(member, field.name) for member in members), start=zero)
-    sums["num_submitted"] -= sums["num_moved"]
     return EngineMetrics(num_ended=dict(endings), **sums)
 
 
@@ -200,7 +199,7 @@ class Meter:
         return EngineMetrics(
             num_waiting=len(queues.waiting) + len(queues.swapped),
             num_running=len(queues.running) + len(queues.moving),
-            num_submitted=queues.submitted,
+            num_submitted=queues.submitted - queues.moved_here,
             num_ended=dict(queues.ended),
             num_preempted=instance.num_preempted,
             num_moved=queues.moved_away,

@@ -165,6 +165,8 @@ class Queues:
         """Ended sequences by reason."""
         self.moved_away = 0
         """Sequences that went to another instance."""
+        self.moved_here = 0
+        """Sequences that came from another instance, which count as submitted too."""
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence of another instance or from a client, and queue it if it waits."""

@@ -124,6 +124,7 @@ def receive(
         state_sum=sequence.state_sum,
     )
     instance.queues.add(arrived)
+    instance.queues.moved_here += 1
     return arrived
 
 
@@ -140,3 +141,4 @@ def transfer_waiting(source: Instance, target: Instance, id_: int) -> None:
     source.queues.moved_away += 1
     sequence.order = target.queues.submitted
     target.queues.add(sequence)
+    target.queues.moved_here += 1

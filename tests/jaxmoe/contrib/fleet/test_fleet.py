@@ -258,11 +258,13 @@ def test_an_engine_of_two_instances_answers_as_one_alone(dispatch, steps_ahead):
         id_: answer(one, 40) for id_, one in given.items()
     }
     assert metrics.num_submitted == sum(metrics.num_ended.values()) == len(given) + 1
+    assert metrics.num_submitted == sum(one.num_submitted for one in each)  # moves count once
     assert metrics.pages_used == 0 and metrics.pages_total == 60 == 2 * each[0].pages_total
     assert metrics.pages_moved == sum(one.pages_moved for one in each)
     assert (metrics.pages_moved > 0) or dispatch != "dist_serve"
     if dispatch == "dist_serve":
         assert each[0].num_moved >= len(given) and each[1].num_moved == 0
+        assert (each[0].num_submitted, each[1].num_submitted) == (len(given) + 1, 0)
         assert each[0].num_ended.get("length", 0) <= 1
 
 
