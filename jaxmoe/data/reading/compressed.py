@@ -80,6 +80,12 @@ def _decompress(
     is_open = False
     while chunk := stream.read(min(_CHUNK, _COMPRESSED_CHUNK)):
         while chunk:
+            if not is_open and frame is not None and damage is zlib.error:
+                padded = len(chunk)
+                chunk = chunk.lstrip(b"\0")  # as gzip takes it, behind a member
+                offset += padded - len(chunk)
+                if not chunk:
+                    break
             if not is_open:
                 frame = make()
                 head = b""

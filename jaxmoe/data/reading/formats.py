@@ -240,6 +240,8 @@ def _parquet(path: epath.Path, field: str) -> Iterator[Record | BadRecord]:
             schema = table.schema_arrow
             parts = [field] if field in schema.names else field.split(".")
             _text_column(path, parts[0] if parts[0] in schema.names else field, schema.names)
+            if schema.names.count(parts[0]) > 1:
+                raise DataError(f"{path} has two columns {parts[0]!r}: rename one of them")
             kind = schema.field(parts[0]).type
             for part in parts[1:]:
                 if not arrow.types.is_struct(kind) or kind.get_field_index(part) < 0:
@@ -363,6 +365,12 @@ def _megatron(path: epath.Path) -> Iterator[Record | BadRecord]:
     steps = np.diff(borders, prepend=0, append=len(lengths))
     if (lengths < 0).any() or (steps < 0).any():
         raise DataError(f"{index} is damaged: its lengths or borders are not in order")
+    if not len(borders) or borders[0] != 0 or borders[-1] != len(lengths):
+        place = f"from {borders[0]} to {borders[-1]}" if len(borders) else "absent"
+        raise DataError(
+            f"{index} has {len(lengths)} sequences, and the borders of its documents are {place}:"
+            " the other sequences are of no document. Make the index again"
+        )
     dtype = np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<")
     ids = _map(path, dtype, int(starts[-1]), 0, path.stat().length)
     for number, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):

@@ -148,9 +148,12 @@ def find_files(paths: Sequence[str], field: str = "data.path") -> FileList:
     found: dict[str, FileEntry] = {}
     path_matches = []
     for path in paths:
+        if not path.strip():
+            raise DataError(f"{field} has an empty path: name files, globs or directories")
         spelled = f"{field}={path}"
         of_path = _PathMatches(spelled=spelled, matches=[], directories=[])
-        patterns = list(_without_braces(path))
+        is_name = "{" in path and os.path.exists(os.path.expanduser(path))
+        patterns = [path] if is_name else list(_without_braces(path))
         _check_prefixes(patterns, spelled)
         try:
             for pattern in patterns:

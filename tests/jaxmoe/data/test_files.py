@@ -73,6 +73,10 @@ def test_paths_match_files_globs_and_directories(tmp_path):
     ]
     assert _names("tree/shard.idx") == ["shard.bin"]
     assert _names("tree/a.txt", f"{root}/a.txt") == ["a.txt"]  # however it is spelled
+    (root / "q{1}.txt").write_text("braces")
+    assert _names(f"{root}/q{{1}}.txt") == ["q{1}.txt"]  # a file that is there
+    with pytest.raises(DataError, match="data.path has an empty path: name files"):
+        _names(f"{root}/*.txt", "")
 
 
 def test_files_from_a_bucket(tmp_path):

@@ -138,6 +138,49 @@ def test_parquet_is_read(tmp_path):
     )
 
 
+def test_two_columns_of_a_name_are_refused(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS)] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="a.parquet has two columns 'text': rename one of them"):
+        _read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("window", [2**23, 4])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch, window):
+    """Read at once and in parts; offsets of errors are those of the file."""
+    monkeypatch.setattr("jaxmoe.data.reading.texts._WINDOW", window)
+    (tmp_path / "a.txt").write_bytes("\ufeffhello \ufeff".encode())
+    (text,) = _texts(tmp_path / "a.txt")
+    if window == 4:
+        assert (text.num_bytes, text.num_characters) == (9, 7)
+        text = "".join(text.parts())
+    assert text == "hello \ufeff"
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgood\xff")
+    (bad,) = _read(tmp_path / "b.txt")
+    assert "b.txt is not UTF-8: byte 0xff at offset 7" in str(bad)
+
+
+def test_zero_bytes_behind_a_member_of_gzip_are_padding(tmp_path):
+    padding = bytes(1000)
+    content = gzip.compress(b"one ") + padding + gzip.compress(b"two") + padding
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    assert _texts(tmp_path / "a.txt.gz") == [gzip.decompress(content).decode()] == ["one two"]
+    (tmp_path / "a.txt.gz").write_bytes(content + b"more")
+    with pytest.raises(DataError, match="a.txt.gz is damaged near byte 20"):
+        _read(tmp_path / "a.txt.gz")
+
+
+@pytest.mark.parametrize("borders", [(1, 2, 3), (0, 2), (0, 1, 2), ()])
+def test_an_index_that_leaves_sequences_out_is_refused(tmp_path, borders):
+    path = _megatron(tmp_path / "a.bin", [[1, 2], [3], [4, 5, 6]])
+    index = path.with_suffix(".idx")
+    kept = index.read_bytes()[: -4 * 8]
+    head = kept[:26] + struct.pack("<Q", len(borders)) + kept[34:]
+    index.write_bytes(head + np.array(borders, np.int64).tobytes())
+    with pytest.raises(DataError, match="a.idx has 3 sequences, and the borders of its documents"):
+        _read(path)
+
+
 def test_token_id_formats_are_read(tmp_path):
     np.save(tmp_path / "a.npy", np.array([5, 6, 0, 7, 0, 8], np.uint16))
     assert _ids(tmp_path / "a.npy", separator=0) == [[5, 6, 0], [7, 0], [8]]
