@@ -182,10 +182,12 @@ def _pipeline(description: str, timetable: str) -> str:
 
 
 def held_out(summary: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return the held-out loss of a summary, and its unit."""
+    """Return the held-out loss of a summary, and the unit of all its losses."""
     if summary.get("eval_bits_per_byte") is not None:
         return summary["eval_bits_per_byte"], "bits/byte"
-    return summary.get("eval_bits_per_token"), "bits/token"
+    loss = summary.get("eval_bits_per_token")
+    is_by_byte = loss is None and summary.get("bytes_per_token") is not None
+    return loss, "bits/byte" if is_by_byte else "bits/token"
 
 
 def training_bits(summary: Mapping[str, Any], unit: str) -> float | None:
@@ -193,8 +195,7 @@ def training_bits(summary: Mapping[str, Any], unit: str) -> float | None:
     nats = summary.get("final_loss")
     if nats is None:
         return None
-    per = (summary.get("bytes_per_token") or 1.0) if unit == "bits/byte" else 1.0
-    return nats / (math.log(2.0) * per)
+    return nats / _nats_per_bit(summary, unit)
 
 
 def learnt(summary: Mapping[str, Any]) -> str:
@@ -288,7 +289,13 @@ def picture_section(path: str | os.PathLike[str]) -> str:
 def bits_of_training(series: Series, summary: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return the training loss in the unit of the held-out loss."""
     steps, nats = series[LOSS]
-    return steps, nats / (math.log(2.0) * (summary.get("bytes_per_token") or 1.0))
+    return steps, nats / _nats_per_bit(summary, held_out(summary)[1])
+
+
+def _nats_per_bit(summary: Mapping[str, Any], unit: str) -> float:
+    """Return the nats of a token that are a bit in a unit of `held_out`."""
+    per = (summary.get("bytes_per_token") or 1.0) if unit == "bits/byte" else 1.0
+    return math.log(2.0) * per
 
 
 def _about(summary: Mapping[str, Any]) -> str:
@@ -324,7 +331,7 @@ def _training(series: Series, summary: Mapping[str, Any]) -> str:
     """Return loss, learning rate and gradient norm."""
     unit = held_out(summary)[1]
     lines = with_smoothed("training, smoothed", *bits_of_training(series, summary))
-    name = BITS_PER_BYTE if BITS_PER_BYTE in series else BITS_PER_TOKEN
+    name = BITS_PER_BYTE if unit == "bits/byte" else BITS_PER_TOKEN
     if name in series:
         steps, bits = series[name]
         lines.append(Line(label="held out", x=steps, y=bits, color=1, kind="dots"))

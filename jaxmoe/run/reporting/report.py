@@ -92,7 +92,7 @@ def rebuild_report(run: RecordedRun) -> pathlib.Path:
         write_run_report(
             directory,
             directory.path.resolve().name,
-            run.summary,
+            {**run.summary, "bytes_per_token": run.bytes_per_token},
             samples.read_text() if samples.exists() else "",
             run.config,
             run.series,

@@ -15,6 +15,9 @@ import zlib
 import numpy as np
 import pytest
 
+from jaxmoe.run.directory import RunDirectory
+from jaxmoe.run.reporting.recorded import RecordedRun
+from jaxmoe.run.reporting.report import rebuild_report
 from jaxmoe.tracking import load_map, write_report
 from jaxmoe.tracking.charts import Line, line_chart, plain_number, with_smoothed
 from jaxmoe.tracking.comparison import (
@@ -25,7 +28,7 @@ from jaxmoe.tracking.comparison import (
     final_numbers,
     write_comparison,
 )
-from jaxmoe.tracking.report import learnt, training_bits
+from jaxmoe.tracking.report import bits_of_training, held_out, learnt, training_bits
 from jaxmoe.tracking.smoothing import thin_curve
 from jaxmoe.tracking.tracker import (
     BITS_PER_BYTE,
@@ -426,3 +429,33 @@ def test_runs_with_unknown_bytes_are_compared_by_token():
     rows = {number.label: tuple(number.cells) for number in final_numbers(runs)}
     assert rows["MFU"] == ("41.2%", "41.2%") and rows["held-out loss"][0] == "2.0000 bits/byte"
     assert "mesh" not in rows  # unknown in all runs
+
+
+def test_losses_of_a_run_have_one_unit_whether_it_was_evaluated_or_not():
+    series = {LOSS: (np.arange(1, 3), np.full(2, 8 * math.log(2.0)))}
+    for evaluated, unit, bits in (
+        ({}, "bits/byte", 2.0),
+        ({"eval_bits_per_byte": 1.5, "eval_bits_per_token": 6.0}, "bits/byte", 2.0),
+        ({"eval_bits_per_token": 6.0}, "bits/token", 8.0),
+    ):
+        summary = {"final_loss": 8 * math.log(2.0), "bytes_per_token": 4.0} | evaluated
+        assert held_out(summary)[1] == unit
+        np.testing.assert_allclose(bits_of_training(series, summary)[1], bits)
+        assert training_bits(summary, unit) == pytest.approx(bits)
+    assert held_out({"final_loss": 1.0})[1] == "bits/token"
+
+
+def test_the_page_of_a_run_that_has_not_ended_knows_the_bytes_of_its_tokens(tmp_path, monkeypatch):
+    summaries = []
+    monkeypatch.setattr("jaxmoe.run.reporting.report.plot_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        "jaxmoe.run.reporting.report.write_run_report",
+        lambda directory, name, summary, *args: summaries.append(summary),
+    )
+    steps = np.array([1])
+    series = {BITS_PER_TOKEN: (steps, np.array([8.0])), BITS_PER_BYTE: (steps, np.array([2.0]))}
+    run = RecordedRun(
+        directory=RunDirectory(tmp_path), config={}, summary={"steps": 1}, series=series, notes=()
+    )
+    rebuild_report(run)
+    assert summaries[0]["bytes_per_token"] == 4.0
