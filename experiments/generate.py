@@ -29,7 +29,6 @@ the run on another number of devices than the training used.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +38,8 @@ from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.following import after_text, say_next
 from experiments.cli.model import with_about, with_model
-from experiments.cli.output import announce, dropped_output, say, write
+from experiments.cli.new_path import check_new_path
+from experiments.cli.output import announce, dropped_output, say, warn, write
 from experiments.cli.process import start_process
 from experiments.evaluate import FinishedRunConfig, part_of_cache
 from jaxmoe.catalog import choice
@@ -56,6 +56,9 @@ from jaxmoe.run.provenance.tokens import open_chat
 from sharding.mesh import MeshConfig
 from sharding.sequence_parallel import WHOLE_CACHE, CacheFormat, CacheReading
 
+_PROMPT = ("def ",)
+"""Prompts without a flag."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
@@ -63,7 +66,7 @@ class GenerateConfig:
 
     run: FinishedRunConfig = FinishedRunConfig()
     """Trained run and checkpoint."""
-    prompt: tuple[str, ...] = ("def ",)
+    prompt: tuple[str, ...] = _PROMPT
     """Text to continue; several texts, of any lengths, are continued together."""
     prompts: str | None = None
     """File with a prompt in each line, instead of --prompt; the field "prompt" of each object in
@@ -116,14 +119,38 @@ class GenerateConfig:
     def __post_init__(self):
         if not self.prompt or not all(self.prompt):
             raise ValueError("prompt is empty: give at least one character")
-        if self.to is not None and pathlib.Path(self.to).exists():
-            raise ValueError(f"to={self.to} exists: choose a new file")
+        self._check_together()
         sampling = SamplingConfig(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
         GenerationConfig(length=self.length, sampling=sampling, stop=self.stop)
         self.offload()
         part_of_cache(self.reading, self.cache_pages)
+
+    def _check_together(self) -> None:
+        """Refuse a flag of which another one makes nothing."""
+        if self.prompts is not None and self.prompt != _PROMPT:
+            raise ValueError(
+                f"prompts={self.prompts} replaces prompt, which is given too: leave one of them out"
+            )
+        if self.chat:
+            flags_of_prompts = {
+                "prompt": self.prompt != _PROMPT,
+                "prompts": self.prompts is not None,
+                "to": self.to is not None,
+            }
+            if given := [name for name, is_given in flags_of_prompts.items() if is_given]:
+                raise ValueError(
+                    f"chat=True talks in the terminal and has no use for {', '.join(given)}: leave"
+                    " out the one or the other"
+                )
+            return
+        for name in ("system", "template"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for a conversation, and chat is False: add"
+                    f" --chat True, or leave {name} out"
+                )
 
     def offload(self) -> HostPrograms | None:
         """Return what keeps parameters in host memory; None where all are on the device.
@@ -155,6 +182,8 @@ def main(argv: Sequence[str]) -> int:
     announce(f"generating with {config.run.directory}: reading the checkpoint, compiling ...")
     with flags.exit_on_bad_configuration():
         prompts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
+        if config.to is not None:
+            check_new_path("to", config.to, "file")
         start_process()
     with flags.exit_on_bad_configuration(ConfigurationError):
         offload = config.offload()
@@ -189,13 +218,24 @@ def main(argv: Sequence[str]) -> int:
         samples = run.generate(prompts, **settings)
     if samples[0].precision:
         write(samples[0].precision)
-    if config.to is not None:
-        write_samples(samples, config.to)
-        write(f"{len(samples)} samples are in {config.to}")
-    else:
+    is_saved = config.to is not None and _save(samples, config.to)
+    if not is_saved:
         for sample in samples:
             write(str(sample))
-    return _end(config, run, programs)
+    code = _end(config, run, programs)
+    return code if config.to is None or is_saved else int(ExitCode.NOT_SAVED)
+
+
+def _save(samples: Sequence[Sample], path: str) -> bool:
+    """Write the samples into a file, and return whether that was possible."""
+    try:
+        write_samples(samples, path)
+    except OSError as error:
+        reason = error.strerror or error
+        warn(f"error: to={path} cannot be written ({reason}): the samples are printed")
+        return False
+    write(f"{len(samples)} samples are in {path}")
+    return True
 
 
 def _drafts(run: Run) -> HostPrograms:
@@ -242,7 +282,7 @@ def _talk(chat: Chat, settings: dict[str, Any]) -> None:
             try:
                 chat.answer(line, _print_now, **settings)
             except ConversationError as error:
-                print(f"error: {error}", file=sys.stderr)
+                warn(f"error: {error}")
             write("")
 
 

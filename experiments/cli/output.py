@@ -63,6 +63,17 @@ def announce(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
+def warn(text: str) -> None:
+    """Print on standard error and flush, unless it is closed.
+
+    Args:
+        text: One or more lines.
+    """
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def dropped_output() -> Iterator[None]:
     """Print within, and flush; after an error all output of the process is dropped."""

@@ -80,13 +80,13 @@ def write_samples(samples: Sequence[Sample], path: str) -> None:
 
     Args:
         samples: Prompts and their continuations.
-        path: File to make.
+        path: File to make; a first `~` is the home directory.
 
     Raises:
-        FileExistsError: It exists.
+        OSError: It exists, or cannot be written.
     """
     lines = [
         json.dumps({"prompt": sample.prompt, "text": sample.text}) + "\n" for sample in samples
     ]
-    with pathlib.Path(path).open("x", encoding="utf-8") as file:
+    with pathlib.Path(path).expanduser().open("x", encoding="utf-8") as file:
         file.writelines(lines)

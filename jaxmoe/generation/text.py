@@ -22,6 +22,8 @@ from jaxmoe.models.sampling import SamplingConfig
 
 _AT_ONCE = 8
 """Tokens between two looks for stop strings, and two pieces of a stream."""
+_MOST_TOKENS = 2**30
+"""Largest length: positions are 32-bit integers, and lengths are rounded up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class GenerationConfig:
     def __post_init__(self):
         if self.length < 1:
             raise ValueError(f"length={self.length} must be at least 1")
+        if self.length > _MOST_TOKENS:
+            raise ValueError(f"length={self.length} tokens are too many: at most {_MOST_TOKENS}")
         if not all(self.stop):
             raise ValueError("stop holds an empty string, which every text contains: leave it out")
 

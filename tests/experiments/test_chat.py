@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations in the terminal: history, ends, interrupts, and runs without a template."""
 
+import errno
 import io
 import json
 
@@ -10,6 +11,7 @@ import pytest
 
 from experiments import generate
 from experiments.cli.flags import ExitCode
+from experiments.recipes import RECIPES
 from jaxmoe.data.chat import Message, render
 from jaxmoe.data.chat.built_in import ChatML
 from jaxmoe.data.tokenizer import ByteTokenizer
@@ -101,6 +103,69 @@ def test_prompts_of_a_file_are_continued_into_another(finished, tmp_path, capsys
     with pytest.raises(SystemExit):
         generate.main([*words, "--prompts", str(given), "--to", str(to)])
     assert "exists: choose a new file" in capsys.readouterr().err
+
+
+class Writer(generate.Run):
+    """A run that generates one text for each prompt."""
+
+    def __init__(self):
+        self.config = RECIPES["tiny"]()
+
+    def generate(self, prompts, **_):
+        return [Sample(prompt=prompt, text="!") for prompt in prompts]
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The directories of the runs that a command has opened."""
+    paths = []
+    monkeypatch.setattr(generate, "start_process", lambda: None)
+    monkeypatch.setattr(generate.Run, "open", lambda path, **_: paths.append(path) or Writer())
+    return paths
+
+
+def test_the_directory_of_the_samples_is_made(opened, tmp_path):
+    to = tmp_path / "new" / "written.jsonl"
+    assert generate.main(["--prompt", "a", "b", "--to", str(to)]) == ExitCode.DONE
+    assert to.read_text().count('"text": "!"') == 2
+
+
+def test_a_place_without_samples_is_refused_before_the_run_is_read(opened, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--to", str(tmp_path / "file" / "written.jsonl")])
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION and opened == []
+    assert "cannot be made" in capsys.readouterr().err
+
+
+def test_samples_that_cannot_be_written_are_printed(opened, tmp_path, monkeypatch, capsys):
+    def fill(samples, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "write_samples", fill)
+    code = generate.main(["--prompt", "a", "b", "--to", str(tmp_path / "written.jsonl")])
+    printed = capsys.readouterr()
+    assert code == ExitCode.NOT_SAVED
+    assert printed.out.count("--- continued\n!\n") == 2
+    assert "cannot be written (No space left on device)" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--system", "be brief"], "system='be brief' is for a conversation, and chat is False"),
+        (["--template", "chatml"], "template='chatml' is for a conversation, and chat is False"),
+        (["--chat", "True", "--prompt", "a"], "has no use for prompt: leave"),
+        (["--chat", "True", "--prompts", "a", "--to", "b"], "has no use for prompts, to: leave"),
+        (["--prompts", "a", "--prompt", "b"], "prompts=a replaces prompt, which is given too"),
+        (["--length", "100000000000"], "length=100000000000 tokens are too many"),
+    ],
+)
+def test_flags_without_a_use_are_refused(words, message, opened, capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(words)
+    assert ended.value.code == ExitCode.BAD_CONFIGURATION and opened == []
+    assert message in capsys.readouterr().err
 
 
 def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path):
