@@ -41,7 +41,8 @@ import numpy as np
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
-from experiments.cli.output import say
+from experiments.cli.new_path import check_new_path
+from experiments.cli.output import say, warn
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.evaluate import FinishedRunConfig
@@ -89,6 +90,10 @@ class PlaceConfig:
     """New file for the token tables (`execution.dispatcher.token_tables`): of the placed run with
     `into`, else of the run as it is; None writes none."""
 
+    def __post_init__(self):
+        if self.devices < 1:
+            raise ValueError(f"devices={self.devices} must be at least 1")
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
@@ -106,10 +111,10 @@ def main(argv: Sequence[str]) -> int:
                 "tables need the vocabulary of run.directory, and a trace alone has no run: leave"
                 " trace out"
             )
-        if config.into is not None and pathlib.Path(config.into).exists():
-            raise ValueError(f"into={config.into} exists: choose a new directory")
-        if config.tables is not None and pathlib.Path(config.tables).exists():
-            raise ValueError(f"tables={config.tables} exists: choose a new file")
+        if config.into is not None:
+            check_new_path("into", config.into, "directory")
+        if config.tables is not None:
+            check_new_path("tables", config.tables, "file")
         run = None
         if config.trace is None:
             run_config = config.run
@@ -137,7 +142,13 @@ def _write_files(
         say(f"{config.into}: step {step} with its experts placed by {config.placer.name}")
     if config.tables is not None:
         tables = token_tables(trace, placement, vocab_size=assembly.plan.model.vocab_size)
-        save_tables(config.tables, tables, trace.num_experts)
+        file = pathlib.Path(config.tables).expanduser()
+        try:
+            save_tables(file, tables, trace.num_experts)
+        except OSError as error:
+            reason = error.strerror or error
+            warn(f"error: tables={config.tables} cannot be written: {reason}")
+            raise SystemExit(int(cli.ExitCode.NOT_SAVED)) from error
         counted = f"{trace.num_tokens} tokens for {config.devices} devices"
         say(f"{config.tables}: token tables of {counted}")
 

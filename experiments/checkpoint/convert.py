@@ -44,6 +44,7 @@ from experiments.checkpoint.peft import export_adapter, import_adapter
 from experiments.cli import flags as cli
 from experiments.cli.following import after_conversion, say_next
 from experiments.cli.model import RUN, value_of, with_about, with_model
+from experiments.cli.new_path import check_new_path
 from experiments.cli.output import say
 from experiments.cli.parts import part_at
 from experiments.cli.process import start_process
@@ -368,10 +369,11 @@ def _wide(matrix: QuantizedArray | MixedArray) -> str:
 
 
 def _free(path: str) -> pathlib.Path:
-    """Return the path, or raise if it exists."""
-    target = pathlib.Path(path)
+    """Return the path, or raise if it exists or cannot be made."""
+    target = pathlib.Path(path).expanduser()
     if target.exists():
         raise ValueError(f"to={target} exists already: remove it, or choose another with --to")
+    check_new_path("to", path, "directory")
     return target
 
 

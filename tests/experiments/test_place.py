@@ -84,6 +84,7 @@ def test_a_trace_alone_is_compared(tmp_path, capsys):
     assert place.main(["--trace", str(tmp_path / "trace.npz"), "--devices", "4"]) == 0
     assert capsys.readouterr().out.count("%") == 10
     for more, message in (
+        (["--devices", "0"], "devices=0 must be at least 1"),
         (["--devices", "3"], "3 devices cannot hold equal parts of 8 experts"),
         (["--into", "x"], "a trace alone has no run"),
     ):
@@ -97,6 +98,8 @@ def test_a_trace_alone_is_compared(tmp_path, capsys):
     [
         (["--trace", "trace.npz", "--tables", "x"], "tables need the vocabulary of run.directory"),
         (["--tables", "taken"], "tables=taken exists: choose a new file"),
+        (["--tables", "taken/x"], "tables=taken/x cannot be made"),
+        (["--into", "taken/x"], "into=taken/x cannot be made"),
     ],
 )
 def test_tables_that_cannot_be_written_are_refused(more, message, tmp_path, monkeypatch, capsys):
