@@ -14,6 +14,7 @@ Times are of one step: all micro-batches, forward and backward, without the upda
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,10 +54,11 @@ class LengthsConfig:
     """Seed of the lengths."""
 
     def __post_init__(self):
-        if self.median < 2 or self.sigma < 0 or self.steps < 1:
+        is_finite = math.isfinite(self.median) and math.isfinite(self.sigma)
+        if not is_finite or self.median < 2 or self.sigma < 0 or self.steps < 1:
             raise ValueError(
                 f"lengths.median={self.median} must be at least 2, lengths.sigma={self.sigma} at"
-                f" least 0 and lengths.steps={self.steps} at least 1"
+                f" least 0, both finite, and lengths.steps={self.steps} at least 1"
             )
 
 

@@ -65,7 +65,7 @@ class ResizeConfig:
     """Seconds to wait for the answer of the run; 0 returns when the request is written."""
 
     def __post_init__(self):
-        if self.wait < 0:
+        if not self.wait >= 0:
             raise ValueError(f"wait={self.wait} must be 0 seconds or more")
 
 

@@ -46,9 +46,10 @@ class GrowthBenchConfig:
                 raise ValueError(
                     f"curves={name} is not one of {', '.join(CURVES)}{closest(name, CURVES)}"
                 )
-        if self.divisor < 1 or not self.timeout > 0.0:
+        if self.divisor < 1 or not 0.0 < self.timeout < math.inf:
             raise ValueError(
                 f"divisor={self.divisor} must be at least 1, and timeout={self.timeout} above 0"
+                " and finite"
             )
 
 

@@ -26,7 +26,7 @@ from experiments.cli.parts import part_at
 from experiments.cli.process import start_process
 from experiments.doctor.devices import examine_devices
 from experiments.doctor.software import Finding, examine_software, in_words
-from experiments.doctor.timeout import answer_within
+from experiments.doctor.timeout import answer_within, check_timeout
 from jaxmoe.run.directory import RunDirectory
 
 _LINKS = "experiments.doctor.links:main"
@@ -51,8 +51,7 @@ class DoctorConfig:
     """Seconds after which devices that do not answer are a problem."""
 
     def __post_init__(self):
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0 seconds")
+        check_timeout(self.timeout)
 
 
 def main(argv: Sequence[str]) -> int:

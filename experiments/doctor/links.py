@@ -26,7 +26,7 @@ from experiments.cli.output import write
 from experiments.cli.process import start_process
 from experiments.cli.tables import text_table
 from experiments.doctor.software import Finding, in_words
-from experiments.doctor.timeout import answer_within
+from experiments.doctor.timeout import answer_within, check_timeout
 from jaxmoe.contrib.survival.links import faults
 from jaxmoe.contrib.survival.links.faults import ALONE, LinkMatrix
 from jaxmoe.contrib.survival.links.probe import LinkProbe, Rounds
@@ -78,8 +78,7 @@ class LinksConfig:
         for field in ("repeats", "measurements"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0 seconds")
+        check_timeout(self.timeout)
 
 
 def main(argv: Sequence[str]) -> int:

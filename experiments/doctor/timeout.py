@@ -14,6 +14,21 @@ from experiments.cli.output import write
 from experiments.doctor.software import Finding, in_words
 
 
+def check_timeout(seconds: float) -> None:
+    """Refuse a time that no thread can wait for.
+
+    Args:
+        seconds: Value of the field timeout.
+
+    Raises:
+        ValueError: It is not above 0, or too long.
+    """
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout={seconds:g} must be above 0 seconds, and at most {threading.TIMEOUT_MAX:.0f}"
+        )
+
+
 @contextlib.contextmanager
 def answer_within(seconds: float) -> Iterator[None]:
     """End the process when the block takes too long: a hanging collective cannot be stopped.

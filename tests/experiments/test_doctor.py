@@ -253,6 +253,13 @@ def test_processes_that_cannot_join_are_a_problem(monkeypatch, tmp_path, capsys)
     assert "cannot join: Number of processes must be defined." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("config", [doctor.DoctorConfig, doctor_links.LinksConfig])
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf")])
+def test_a_timeout_that_no_thread_can_wait_for_is_refused(config, seconds):
+    with pytest.raises(ValueError, match=f"timeout={seconds:g} must be above 0 seconds, and at"):
+        config(timeout=seconds)
+
+
 def test_devices_that_hang_end_the_process(tmp_path):
     script = (
         "import time; from experiments.doctor import __main__ as doctor\n"

@@ -5,6 +5,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from experiments.levels import RECIPES, LengthsConfig, compare, draw_rows
 from sharding import MeshConfig
@@ -19,6 +20,13 @@ def test_rows_hold_lengths_of_the_distribution():
     drawn = np.array([length for rows in steps for row in rows for length in row])
     assert 14 < np.median(drawn) < 28
     assert steps == draw_rows(lengths, 256, 8)
+
+
+@pytest.mark.parametrize("field", ["median", "sigma"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_distribution_without_numbers_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"lengths.{field}={value} .*both finite"):
+        LengthsConfig(**{field: value})
 
 
 def test_no_packing_by_level_takes_longer_than_static_and_long_documents_cost_the_same():

@@ -44,6 +44,7 @@ def command(directory, *words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--wait", "nan"], "wait=nan must be 0 seconds or more"),
         (
             ["--mesh.data", "5"],
             "mesh.data=5 divides the rows of a batch among 5 devices, and training.batch_size=24"

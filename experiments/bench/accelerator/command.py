@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -171,8 +172,8 @@ class AcceleratorBenchConfig:
         for name in self.parts:
             if name not in part_names:
                 raise ValueError(f"parts: {name!r} is none of {', '.join(part_names)}")
-        if not self.minutes > 0:
-            raise ValueError(f"minutes={self.minutes} must be above 0")
+        if not 0 < self.minutes < math.inf:
+            raise ValueError(f"minutes={self.minutes} must be above 0 and finite")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers={self.workers} must be at least 1")
 

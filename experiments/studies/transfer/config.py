@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import ClassVar, Literal
 
 from experiments.studies.study import StudyConfig
@@ -107,10 +108,10 @@ class TransferConfig(StudyConfig):
         self._check_points()
         _check_rates(self.rates)
         StudyConfig.__post_init__(self)
-        if self.budget is not None and not self.budget > 0:
+        if self.budget is not None and not 0 < self.budget < math.inf:
             raise ValueError(
-                f"budget={self.budget:g} minutes must be above 0, or None to keep training.steps as"
-                " they are"
+                f"budget={self.budget:g} minutes must be above 0 and finite, or None to keep"
+                " training.steps as they are"
             )
         for field, least in (("extend", 0), ("check_steps", 1)):
             if getattr(self, field) < least:
@@ -123,6 +124,7 @@ class TransferConfig(StudyConfig):
             raise ValueError(
                 f"points={points[0]:g}: one point has nothing to transfer to; give two or more"
             )
+        _check_finite("points", points)
         if any(not value > 0 for value in points) or len(set(points)) < len(points):
             raise ValueError(f"points={_spell(points)}: they must differ, and all be above 0")
         if axis.is_whole and any(value != int(value) for value in points):
@@ -157,7 +159,13 @@ def _spell(values: tuple[float, ...]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
+def _check_finite(field: str, values: tuple[float, ...]) -> None:
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{field}={_spell(values)}: they must be finite")
+
+
 def _check_rates(rates: tuple[float, ...]) -> None:
+    _check_finite("rates", rates)
     if not rates:
         raise ValueError("rates: give how many (5), or the rates themselves (0.002 0.004 0.008)")
     is_count = len(rates) == 1
