@@ -77,16 +77,18 @@ def _decompress(
     head = b""
     offset = 0
     count = 0
+    num_frames = 0
     is_open = False
     while chunk := stream.read(min(_CHUNK, _COMPRESSED_CHUNK)):
         while chunk:
-            if not is_open and frame is not None and damage is zlib.error:
+            if not is_open and num_frames and damage is zlib.error:
                 padded = len(chunk)
                 chunk = chunk.lstrip(b"\0")  # as gzip takes it, behind a member
                 offset += padded - len(chunk)
                 if not chunk:
                     break
             if not is_open:
+                num_frames += 1
                 frame = make()
                 head = b""
             if len(head) <= len(_ZSTD_MAGIC):
