@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.cli.exit_codes import ExitCode
+from experiments.cli.streams import open_closed_streams, warn, write
 
 _USAGE = "usage: jaxmoe COMMAND [argument ...]"
 
@@ -28,20 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     files = _files()
+    open_closed_streams()
     if arguments in (["--version"], ["-V"]):
-        print(f"jaxmoe {importlib.import_module('jaxmoe').__version__}")
+        write(f"jaxmoe {importlib.import_module('jaxmoe').__version__}")
         return int(ExitCode.DONE)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, files))
         lines = (f"  {name:<{width}}  {_about(path)}" for name, path in files.items())
-        print("\n".join([_USAGE, "", *lines, "", "COMMAND --help lists the flags of one."]))
+        write("\n".join([_USAGE, "", *lines, "", "COMMAND --help lists the flags of one."]))
         return int(ExitCode.DONE)
     name, *remaining = arguments
     if name not in files:
         near = difflib.get_close_matches(name, files, n=1)
         meant = f": did you mean {near[0]!r}?" if near else ""
-        print(f"error: there is no command {name!r}{meant}", file=sys.stderr)
-        print(f"commands: {', '.join(files)}", file=sys.stderr)
+        warn(f"error: there is no command {name!r}{meant}\ncommands: {', '.join(files)}")
         return int(ExitCode.BAD_CONFIGURATION)
     sys.argv[1:] = remaining
     runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)

@@ -22,6 +22,7 @@ import numpy as np
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
+from experiments.cli.output import write
 from experiments.cli.process import configure_logging
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.data import Loader, Mixture, PackedSource, Row, Source, Split
@@ -58,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
         directory.check_free_of_runs()
         with directory.held():
             source: Source = config.data.build(config.training.seed)
-            summary = summarise(config, source)
-            print(page(config, source))
-            directory.write_summary(summary)
-    print(f"\nsee {directory.summary_file}")
+            text = page(config, source)
+            directory.write_summary(summarise(config, source))
+            write(text)
+    write(f"\nsee {directory.summary_file}")
     return int(cli.ExitCode.DONE)
 
 

@@ -25,7 +25,7 @@ from experiments.cli.exit import run_command
 from experiments.cli.exit_codes import ExitCode
 from experiments.cli.following import after_evaluation, say_next
 from experiments.cli.model import with_about, with_model
-from experiments.cli.output import announce
+from experiments.cli.output import announce, say
 from experiments.cli.process import start_process
 from jaxmoe.data import SourceKind
 from jaxmoe.errors import ConfigurationError
@@ -134,15 +134,15 @@ def main(argv: Sequence[str]) -> int:
     per_byte = ""
     if result.bits_per_byte is not None:
         per_byte = f" eval/bits_per_byte={result.bits_per_byte!r}"
-    print(
+    say(
         f"step={result.step} tokens={result.num_tokens}"
         f" eval/bits_per_token={result.bits_per_token!r}{per_byte}"
         + (f" {result.precision}" if result.precision else "")
     )
     if decoded is not None:
-        print(decoded)
+        say(str(decoded))
     if details is not None:
-        print(format_router_details(details))
+        say(format_router_details(details))
     say_next(after_evaluation(run.config, config.run.directory))
     return int(ExitCode.DONE)
 

@@ -35,7 +35,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +43,7 @@ from experiments.cli.choices import choose, with_value
 from experiments.cli.continuation import named_fields
 from experiments.cli.exit import run_command
 from experiments.cli.model import INITIAL, value_of, with_about, with_model
+from experiments.cli.output import warn
 from experiments.pretrain import train
 from jaxmoe.adapters import LoraConfig
 from jaxmoe.checkpoint.huggingface.hub import model_directory
@@ -183,7 +183,7 @@ def parse_tuning(
     with flags.exit_on_bad_configuration():
         tokens = model_data(start.checkpoint.initial_path)
         if text := missing_text(start.checkpoint.initial_path):
-            print(f"note: {text}", file=sys.stderr, flush=True)
+            warn(f"note: {text}")
         start, arguments = choose(start, arguments)
         has_tokenizer = any(word.startswith("data.tokenizer") for word in flag_names)
         has_template = "data.template" in flag_names
@@ -197,12 +197,10 @@ def parse_tuning(
             config = dataclasses.replace(config, data=with_named_template(config.data))
         check_model_tokens(config.data, tokens, has_tokenizer=has_tokenizer)
     if paths:
-        print(
+        warn(
             f"note: data.path={' '.join(paths)} holds conversations: data:chat is taken, which"
             f" trains on their answers, written by the template {config.data.traits.template}."
-            " data:files --data.text_field FIELD reads a field of theirs as text",
-            file=sys.stderr,
-            flush=True,
+            " data:files --data.text_field FIELD reads a field of theirs as text"
         )
     return config
 

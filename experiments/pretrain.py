@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Sequence
 
 import jaxmoe.run  # its names are loaded when a run begins, not for --help
@@ -34,7 +33,7 @@ from experiments.cli import flags
 from experiments.cli.continuation import WORDS, named_fields, parse_continuation
 from experiments.cli.exit import exit_code, run_command
 from experiments.cli.following import after_training, say_next
-from experiments.cli.output import say, write
+from experiments.cli.output import say, warn, write
 from experiments.cli.process import end_unsaved, start_process
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.errors import ConfigurationError, printable
@@ -121,7 +120,7 @@ def train(
     if result.status == "done":
         say_next(after_training(command, config, str(run.directory.path)))
     if result.message:
-        print(printable(f"error: {result.message}", kept="\n"), file=sys.stderr)
+        warn(printable(f"error: {result.message}", kept="\n"))
     return exit_code(result.status)
 
 

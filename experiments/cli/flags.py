@@ -38,7 +38,7 @@ from experiments.cli.choices import (
 from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.help import help_page, take_help
 from experiments.cli.hints import group_as_flag, stray_word, unknown_flag
-from experiments.cli.output import open_closed_streams, without_advice, write
+from experiments.cli.output import open_closed_streams, warn, without_advice, write
 from jaxmoe import catalog
 from jaxmoe.configs import alternatives, closest, field_types
 from jaxmoe.disk import check_local, is_text
@@ -158,7 +158,8 @@ def parse_flags(
             )
     except SystemExit:
         fail(_in_one_line(page.getvalue(), type(config).__name__))
-    sys.stderr.write(page.getvalue())
+    if notes := page.getvalue().rstrip("\n"):
+        warn(notes)
     with exit_on_bad_configuration():
         check_local_paths(config)
     return _fit_warmup(config, flags)
@@ -200,9 +201,7 @@ def exit_on_bad_configuration(
 
 def fail(message: str) -> NoReturn:
     """Write `error: message` to stderr and exit with 2."""
-    with contextlib.suppress(OSError):  # the exit code remains
-        text = printable(f"error: {message}", kept="\n")
-        print(text, file=sys.stderr, flush=True)
+    warn(printable(f"error: {message}", kept="\n"))
     raise SystemExit(int(ExitCode.BAD_CONFIGURATION))
 
 
@@ -306,11 +305,7 @@ def _fit_warmup(config: Config, arguments: Sequence[str]) -> Config:
         for field in dataclasses.fields(schedule)
         if getattr(schedule, field.name) != getattr(fitted, field.name)
     ]
-    print(
-        f"note: {', '.join(changed)}, to fit training.steps={steps}",
-        file=sys.stderr,
-        flush=True,
-    )
+    warn(f"note: {', '.join(changed)}, to fit training.steps={steps}")
     changes: dict[str, Any] = {"schedule": fitted}
     return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Mapping
 
 import jax
 
-from experiments.cli.output import dropped_output
+from experiments.cli.output import warn
 from jaxmoe.messages import command_line
 from jaxmoe.run.config import PretrainConfig
 
@@ -131,8 +130,7 @@ def write_next(text: str) -> None:
     Args:
         text: The command.
     """
-    with dropped_output():
-        print(f"next: {text}", file=sys.stderr, flush=True)
+    warn(f"next: {text}")
 
 
 def _has_text(config: PretrainConfig) -> bool:

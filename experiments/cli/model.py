@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from experiments.cli.flags import exit_on_bad_configuration
+from experiments.cli.output import warn
 from jaxmoe.checkpoint.huggingface.hub import is_hub_name
 from jaxmoe.configs import closest
 from jaxmoe.disk import check_local
@@ -91,7 +91,7 @@ def default_model() -> str | None:
     if not RunDirectory(DEMO).has_config():
         return None
     text = f"note: no model is named as the first word: {DEMO}, the run of `make demo`, is taken"
-    print(text, file=sys.stderr, flush=True)
+    warn(text)
     return DEMO
 
 

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -98,6 +100,44 @@ def test_the_console_command_runs_a_command_as_the_module_does():
 def test_the_console_command_has_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jaxmoe {jaxmoe.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["experiments", "experiments --version", "experiments data inspect markov --run.directory run"],
+)
+def test_output_without_a_reader_ends_no_command(words, tmp_path):
+    """Nor with unbuffered streams, where the first line that is printed fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = f"{sys.executable} -m {words} | true; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(
+        ["bash", "-c", command], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tmp_path / "run" / "summary.json").exists() == ("data" in words)
+
+
+def prints(tree):
+    """Return the lines of a file that print on standard output, where an error is not dropped."""
+    nodes = list(ast.walk(tree))
+    dropped = [node for node in nodes if isinstance(node, ast.With) and "dropped" in ast.dump(node)]
+    safe = {child for node in dropped for child in ast.walk(node)}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node not in safe]
+    names = ((call.lineno, ast.unparse(call.func), call.keywords) for call in calls)
+    return [line for line, name, given in names if name == "print" and not given]
+
+
+def test_no_command_prints_where_an_error_ends_it():
+    files = [path for path in (ROOT / "experiments").rglob("*.py") if "bench" not in path.parts]
+    raw = {path.name: prints(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
+    assert {name: lines for name, lines in raw.items() if lines} == {}
+
+
+def test_the_list_of_commands_imports_no_jax():
+    program = "import sys; from experiments.__main__ import main; main([]); assert 'jax' not in "
+    subprocess.run(
+        [sys.executable, "-c", f"{program}sys.modules"], cwd=ROOT, check=True, capture_output=True
+    )
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
