@@ -255,9 +255,8 @@ class Draft:
         They have no work so far, or a lower priority than the other one.
         """
         priority = sequence.request.priority
-        used = self._used
         running = [o for o in self._running.values() if o.id not in self._entered]
-        return [o for o in running if o.id not in used or o.request.priority < priority]
+        return [o for o in running if o.id not in self._used or o.request.priority < priority]
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the plan, with its work."""

@@ -22,11 +22,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxmoe.serve.admission import refusal_of
 from jaxmoe.serve.blocks import BlockPool, HostCopies
 from jaxmoe.serve.facts import Facts
 from jaxmoe.serve.plan import EvictionKind, Plan
-from jaxmoe.serve.queues import Queues
+from jaxmoe.serve.queues import Queues, refusal_of
 from jaxmoe.serve.requests import End, EndReason, Event, Refusal, Request, Result, Token
 from jaxmoe.serve.rules import check
 from jaxmoe.serve.sequence import Sequence, SequencePages

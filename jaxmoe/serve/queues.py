@@ -1,6 +1,6 @@
 # Copyright 2026 The jaxmoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of an instance by state, and the law that none is lost."""
+"""Sequences of an instance by state, the law that none is lost, and what is not queued."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Protocol, overload, runtime_checkable
 
 from jaxmoe.serve.blocks import num_pages
-from jaxmoe.serve.requests import EndReason
+from jaxmoe.serve.facts import Facts
+from jaxmoe.serve.requests import EndReason, Refusal, Request
 from jaxmoe.serve.sequence import Sequence
 
 REMEMBERED = 100
@@ -207,3 +208,36 @@ class Queues:
     def _of(self, sequence: Sequence) -> dict[int, Sequence]:
         groups = {"running": self.running, "swapped": self.swapped, "moving": self.moving}
         return groups[sequence.state]
+
+
+def refusal_of(request: Request, facts: Facts, queues: Queues) -> Refusal | None:
+    """Return why an instance does not queue a request; None if it does.
+
+    Args:
+        request: Request.
+        facts: Sizes of the instance.
+        queues: What it serves already.
+    """
+    length = len(request.prompt)
+    if request.id in queues.sequences:
+        message = f"id={request.id} is already being served: give another id"
+        return Refusal("duplicate_id", message)
+    # A token that is thrown away is never computed; a row of masked diffusion has a place for it.
+    has_room = not request.sampling.has_answer and "pages" in facts.capabilities
+    most = facts.max_length if has_room else facts.max_length - 1
+    if length > most:
+        rule = "are held" if has_room else "leave room for an answer"
+        message = f"the prompt has {length} tokens; at most {most} {rule}: shorten the prompt"
+        return Refusal("context_length_exceeded", message)
+    if len(queues.waiting) >= facts.max_waiting:
+        return queue_full(facts.max_waiting)
+    return None
+
+
+def queue_full(most: int) -> Refusal:
+    """Return the refusal of a request where as many wait as may.
+
+    Args:
+        most: Their number.
+    """
+    return Refusal("queue_full", f"{most} requests are waiting already: try again later")

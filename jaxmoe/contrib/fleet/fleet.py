@@ -30,10 +30,10 @@ from jaxmoe.contrib.fleet.dispatch import (
 from jaxmoe.contrib.fleet.dispatch.base import load
 from jaxmoe.contrib.fleet.migration import Copy, Migration
 from jaxmoe.contrib.fleet.moves import transfer_waiting
-from jaxmoe.serve.admission import queue_full
 from jaxmoe.serve.instance import Instance
 from jaxmoe.serve.plan import Plan
 from jaxmoe.serve.policies.batching import Batching
+from jaxmoe.serve.queues import queue_full
 from jaxmoe.serve.requests import End, Event, Request
 from jaxmoe.serve.step import EngineStep
 

@@ -179,12 +179,16 @@ class Form(abc.ABC):
         firsts = ends[:: self._asked.number]
         prompt = sum(ending.num_prompt for ending in firsts)
         written = sum(ending.num_generated for ending in ends)
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": written,
             "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": sum(e.num_cached for e in firsts)},
         }
+        if self._asked.message is not None:
+            number = sum(map(_num_reasoning, choices))
+            counts["completion_tokens_details"] = {"reasoning_tokens": number}
+        return counts
 
     def usage_so_far(self, choice: AnswerChoice) -> dict[str, int]:
         """Return the counts of tokens of one answer that grows."""
@@ -399,15 +403,6 @@ class ChatForm(Form):
         is_call = ending.reason == "stop" and self._message(choice).has_calls
         return "tool_calls" if is_call else ending.reason
 
-    def _counts(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-        number = 0
-        for choice in choices:
-            lengths = [len(generated.text) for generated in choice.tokens]
-            last = 0 if choice.ended is None else len(choice.ended.text)
-            number += self._message(choice).num_reasoning(lengths, last)
-        details = {"completion_tokens_details": {"reasoning_tokens": number}}
-        return super()._counts(choices) | details
-
     def _message(self, choice: AnswerChoice) -> MessageStream:
         """Return the message of an answer as it grows."""
         if choice.message is None:
@@ -424,6 +419,14 @@ class ChatForm(Form):
                 _entry(spelled[generated.token], generated.logprob) | {"top_logprobs": several}
             )
         return {"content": content}
+
+
+def _num_reasoning(choice: AnswerChoice) -> int:
+    """Return the tokens of the reasoning of a message that has ended."""
+    if choice.message is None or choice.ended is None:
+        return 0
+    lengths = [len(generated.text) for generated in choice.tokens]
+    return choice.message.num_reasoning(lengths, len(choice.ended.text))
 
 
 def _delta(

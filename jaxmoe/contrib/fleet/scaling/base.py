@@ -241,8 +241,8 @@ def rate_within(
     if math.isinf(ttft) and math.isinf(tpot):
         return math.inf
     prompt = sum(len(request.prompt) for request in requests) / len(requests)
-    usual = sum(lengths) / len(lengths) if lengths else math.inf
-    answer = sum(min(request.sampling.max_tokens, usual) for request in requests) / len(requests)
+    mean = sum(lengths) / len(lengths) if lengths else math.inf
+    answer = sum(min(request.sampling.max_tokens, mean) for request in requests) / len(requests)
     context = int(prompt + answer / 2)
 
     def step(number: int, more: int = 0) -> float:
