@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from experiments.cli.continuation import named_fields
 from experiments.recipes import RECIPES as PRETRAIN_RECIPES
 from jaxmoe.planning.abstract_step import StepPlan
 from jaxmoe.planning.corrections.measured import measured_chip
@@ -27,16 +28,15 @@ from jaxmoe.run.plan import make_plan
 from sharding.axes import MESH_AXES
 from sharding.mesh import MeshConfig
 
-_MESH_FLAG = "--execution.mesh."
-# Choices that a search may change, and the flags that keep them.
-_FLAGS = {
-    "rules": ("--execution.rules",),
-    "dispatchers": ("execution.dispatcher:", "--execution.dispatcher."),
-    "pipelines": ("execution.pipeline:", "--execution.pipeline."),
-    "remats": ("--execution.remat",),
-    "has_folds": ("execution.fold:", "--execution.fold."),
-    "has_micro_batches": ("--training.accumulation",),
+_KEPT_BY = {
+    "rules": ("execution.rules",),
+    "dispatchers": ("execution.dispatcher",),
+    "pipelines": ("execution.pipeline",),
+    "remats": ("execution.remat", "execution.remat_dense"),
+    "has_folds": ("execution.fold",),
+    "has_micro_batches": ("training.accumulation",),
 }
+"""Choices that a search may change, and the fields of a command line that keep them."""
 _OF_PRETRAIN = tuple(field.name for field in dataclasses.fields(PretrainConfig))
 
 
@@ -95,7 +95,7 @@ RECIPES: dict[str, Callable[[], PlanConfig]] = {
 
 def names_mesh(argv: Sequence[str]) -> bool:
     """Return whether a command line sets the mesh, which then is the only one considered."""
-    return _names(argv, _MESH_FLAG)
+    return _names(argv, "execution.mesh")
 
 
 def space_of(config: PlanConfig, argv: Sequence[str]) -> Space:
@@ -109,19 +109,20 @@ def space_of(config: PlanConfig, argv: Sequence[str]) -> Space:
         config: Run to plan.
         argv: Command line.
     """
-    fields = {field for field, flags in _FLAGS.items() if any(_names(argv, flag) for flag in flags)}
+    fields = {field for field, kept in _KEPT_BY.items() if any(_names(argv, path) for path in kept)}
     if config.execution.fold is not None:
         fields.add("has_folds")
     if config.training.batch_ramp is not None:
         fields.add("has_micro_batches")
     if config.search == "mesh" or names_mesh(argv):
-        fields |= _FLAGS.keys() - {"has_micro_batches"}
+        fields |= _KEPT_BY.keys() - {"has_micro_batches"}
     single = {field: type(getattr(EVERYTHING, field))() for field in fields}
     return dataclasses.replace(EVERYTHING, **single)
 
 
-def _names(argv: Sequence[str], flag: str) -> bool:
-    return any(word.replace("-", "_").startswith(flag.replace("-", "_")) for word in argv)
+def _names(argv: Sequence[str], path: str) -> bool:
+    """Return whether a command line names a field, in either spelling, or one below it."""
+    return any(name == path or name.startswith(f"{path}.") for name in named_fields(argv))
 
 
 def on_platform(config: PretrainConfig, platform: Platform) -> PretrainConfig:

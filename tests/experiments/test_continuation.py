@@ -11,16 +11,39 @@ import pytest
 
 from experiments import describe, pretrain, recipes
 from experiments.cli.continuation import named_fields
-from experiments.cli.flags import ExitCode
+from experiments.cli.flags import ExitCode, parse_flags
+from experiments.plan.config import RECIPES as PLANNED
+from experiments.plan.config import space_of
 from jaxmoe.checkpoint.manifest import CheckpointManifest
 from jaxmoe.configs import to_json
 from jaxmoe.optim import CosineConfig, WarmupStableDecayConfig
+from jaxmoe.planning.search import EVERYTHING
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.plan import make_plan
 from jaxmoe.run.provenance.lineage import check_config, config_check, read_lineage
 from tests.support.runs import flags, logged_losses, saved_leaves
 
 WSD = ("schedule:wsd", "--tracking.sample_length", "0", "--evaluation.every", "0")
+
+
+@pytest.mark.parametrize(
+    ("choice", "kept"),
+    [
+        ("execution.dispatcher:all_to_all", "dispatchers"),
+        ("--execution.dispatcher all_to_all", "dispatchers"),
+        ("--execution.dispatcher=all_to_all", "dispatchers"),
+        ("--execution.dispatcher.min_rows 8", "dispatchers"),
+        ("--execution.pipeline gpipe", "pipelines"),
+        ("execution.pipeline:gpipe", "pipelines"),
+        ("--execution.remat full", "remats"),
+    ],
+)
+def test_a_plan_keeps_what_the_command_line_chooses(choice, kept):
+    words = choice.split()
+    config = parse_flags(PLANNED["tiny"](), words, "jaxmoe plan", "")
+    space = space_of(config, words)
+    one = type(getattr(EVERYTHING, kept))()
+    assert space == dataclasses.replace(EVERYTHING, **{kept: one}) != EVERYTHING
 
 
 def _same_state(one, other, step):
