@@ -3,11 +3,11 @@
 """Prints the parameter table, sizes, FLOPs and memory of a recipe or model, without a device.
 
     jaxmoe describe [recipe] [--dotted.field value ...]
-    jaxmoe describe --run.directory RUN
+    jaxmoe describe --run.directory RUN [--execution.mesh.data 8 ...]
     jaxmoe describe --run.directory OLMoE-1B-7B-0924 [--execution.mesh.data 8 ...]
 
-`--run.directory` describes a run (unless other flags describe a new one), or the model of a Hugging
-Face directory, or of its name on the hub, with the other flags.
+`--run.directory` describes a run, or the model of a Hugging Face directory, or of its name on the
+hub, with the other flags; a recipe is for what has no run.
 
 A second table compares the widths with the tiles of matrix units. With a mesh of known sizes (for
 example --execution.mesh.data 8) a third table follows: for every parameter and mesh axis its layout
@@ -24,11 +24,16 @@ from typing import Literal
 
 from experiments.cli import flags as cli
 from experiments.cli.exit import run_command
+from experiments.cli.model import RUN, value_of
 from experiments.cli.output import write
 from experiments.cli.tables import text_table
 from experiments.recipes import DEFAULT, RECIPES
 from jaxmoe.checkpoint.huggingface import open_huggingface
-from jaxmoe.checkpoint.huggingface.hub import is_huggingface, model_directory
+from jaxmoe.checkpoint.huggingface.hub import (
+    is_hub_name,
+    is_huggingface,
+    model_directory,
+)
 from jaxmoe.execution import ExecutionConfig
 from jaxmoe.models.flops import flops_per_token
 from jaxmoe.parameters import ParameterSpec
@@ -51,9 +56,16 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
     prog = "jaxmoe describe"
     description = __doc__ or ""
-    recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, description)
     with cli.exit_on_bad_configuration():
-        subject = _subject(recipe, config)
+        subject = _run_of(argv)
+    if subject is not None:
+        config = cli.parse_flags(subject.config, argv, prog, description)
+        subject = _with_flags(subject, config)
+    else:
+        recipe, config = cli.parse(RECIPES, DEFAULT, argv, prog, description)
+        with cli.exit_on_bad_configuration():
+            subject = _subject(recipe, config)
+    with cli.exit_on_bad_configuration():
         config = subject.config
         plan = make_plan(config)
         if -1 not in config.execution.mesh.sizes:
@@ -75,30 +87,44 @@ class Subject:
     """How a run was extended, or which run it began from."""
 
 
-def _subject(recipe: str, config: PretrainConfig) -> Subject:
-    """Return what --run.directory holds; the recipe with the flags otherwise."""
-    subject = Subject(kind="recipe", name=recipe, config=config)
-    if config.run.directory is None:
-        return subject
-    path = model_directory(config.run.directory, "run.directory")
-    recipe_config = RECIPES[recipe]()
-    if is_huggingface(path):
-        if config.model != recipe_config.model:
-            raise ValueError(
-                f"run.directory={path} brings a model, and --model flags change another: leave"
-                " them out"
-            )
-        model, _ = open_huggingface(path)
-        config = dataclasses.replace(config, model=model)
-        name = pathlib.Path(path).resolve().name
-        return Subject(kind="model", name=name, config=config)
+def _run_of(argv: Sequence[str]) -> Subject | None:
+    """Return the run of --run.directory, as it was trained; None where it holds none.
+
+    Raises:
+        ValueError: A recipe is named as well, or the directory holds neither a run nor a model.
+    """
+    path = value_of(RUN, argv)
+    if path is None or is_hub_name(path) or is_huggingface(path):
+        return None
     run = RunDirectory(path)
-    if dataclasses.replace(config, run=recipe_config.run) == recipe_config and run.has_config():
-        lineage = tuple(map(str, read_lineage(run)))
-        return Subject(
-            kind="run", name=path, config=run.load_config(PretrainConfig), lineage=lineage
+    config = run.load_config(PretrainConfig)
+    if not argv[0].startswith("-") and ":" not in argv[0]:
+        raise ValueError(
+            f"recipe {argv[0]} and run.directory={path} both describe a run: leave one of them out"
         )
-    return subject
+    lineage = tuple(map(str, read_lineage(run)))
+    return Subject(kind="run", name=path, config=config, lineage=lineage)
+
+
+def _with_flags(run: Subject, config: PretrainConfig) -> Subject:
+    """Return a run with the config after all flags, which its name tells where they change it."""
+    if dataclasses.replace(config, run=run.config.run) == run.config:
+        return run
+    return dataclasses.replace(run, name=f"{run.name}, with other flags", config=config)
+
+
+def _subject(recipe: str, config: PretrainConfig) -> Subject:
+    """Return the model of --run.directory with the flags; the recipe with them without one."""
+    if config.run.directory is None:
+        return Subject(kind="recipe", name=recipe, config=config)
+    path = model_directory(config.run.directory, "run.directory")
+    if config.model != RECIPES[recipe]().model:
+        raise ValueError(
+            f"run.directory={path} brings a model, and --model flags change another: leave them out"
+        )
+    model, _ = open_huggingface(path)
+    config = dataclasses.replace(config, model=model)
+    return Subject(kind="model", name=pathlib.Path(path).resolve().name, config=config)
 
 
 def _moment_bytes(plan: RunPlan, row: ParameterSpec) -> int:

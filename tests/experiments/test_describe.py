@@ -4,13 +4,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import pytest
+
 from experiments import describe
+from experiments.recipes import RECIPES
+from jaxmoe.run.directory import RunDirectory
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -32,6 +37,42 @@ def test_the_page_of_a_large_model(capsys):
     ]
     # 12 and 4 bytes for each.
     assert "366.4 GB parameters and optimizer, 122.1 GB gradients" in lines["memory"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The directory of a run of five layers on one device, of which only the config is there."""
+    config = RECIPES["tiny"]()
+    model = dataclasses.replace(config.model, num_layers=5)
+    directory = RunDirectory(tmp_path / "run")
+    with directory.held():
+        directory.check_config(dataclasses.replace(config, model=model))
+    return str(directory.path)
+
+
+def test_flags_beside_a_run_are_applied_to_it(run, capsys):
+    kept = page(capsys, "--run.directory", run)
+    meshed = page(capsys, "--run.directory", run, "--execution.mesh.data", "8")
+    assert kept["run"].split(maxsplit=1)[1] == run
+    assert meshed["run"].split(maxsplit=1)[1] == f"{run}, with other flags"
+    assert meshed["parameters"] == kept["parameters"]
+    assert meshed["mesh"].split()[1] == "data=8," != kept["mesh"].split()[1]
+    recipe = page(capsys, "tiny", "--model.num_layers", "5")
+    assert recipe["parameters"] == kept["parameters"] != page(capsys, "tiny")["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--run.directory", "runs/none"], "run.directory=runs/none holds no run"),
+        (["--run.directory=runs/none", "--training.steps", "9"], "runs/none holds no run"),
+        (["d8", "--run.directory", "{run}"], "recipe d8 and run.directory={run} both describe"),
+    ],
+)
+def test_a_directory_that_is_not_described_is_refused(words, message, run, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        describe.main([word.format(run=run) for word in words])
+    assert stopped.value.code == 2 and message.format(run=run) in capsys.readouterr().err
 
 
 def test_the_rate_that_is_trained_with(capsys):
