@@ -13,6 +13,7 @@ commands that train it. Without either a command takes the run of `make demo`, i
 from __future__ import annotations
 
 import itertools
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -79,7 +80,7 @@ def with_model(
                     f"the model is named twice, as the first word, {word}, and by {word_flag}"
                     f" {value}: leave one of them out"
                 )
-        return [word_flag, word, *remaining]
+        return [word_flag, os.path.expanduser(word), *remaining]
     is_named = value_of(flag, arguments) is not None
     if is_named or not has_default or _HELP & set(arguments) or (demo := default_model()) is None:
         return arguments
@@ -127,7 +128,7 @@ def check_model(word: str) -> None:
         ValueError: Says what was looked for, and which runs there are.
     """
     check_local("MODEL", word)
-    path = pathlib.Path(word)
+    path = pathlib.Path(os.path.expanduser(word))
     if path.is_dir() or is_hub_name(word):
         return
     if path.exists():

@@ -130,7 +130,8 @@ class RunDirectory:
     """The files of one run.
 
     Args:
-        path: The directory; relative to the working directory. It is made by `acquire`.
+        path: The directory; relative to the working directory, or to the home directory after a
+            first `~`. It is made by `acquire`.
 
     Raises:
         ValueError: The path is in an object store.
@@ -181,7 +182,7 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str]):
         check_local("run.directory", path)
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(os.path.expanduser(path))
         self._lease: Lease | None = None
 
     def has_config(self) -> bool:

@@ -40,6 +40,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_tilde_of_the_first_word_is_the_home_directory(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder / "runs"))
+    assert with_model(["~/finetune/mine"]) == [RUN, str(folder / "runs" / "finetune" / "mine")]
+
+
 def ended(main, words, capsys):
     """Exit code and standard error of a command that ends before it computes anything."""
     with pytest.raises(SystemExit) as stop:

@@ -92,6 +92,14 @@ def test_the_lock_can_be_released(tmp_path):
     second.release()  # twice does no harm
 
 
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory("~/runs/mine").held():
+        assert (tmp_path / "runs" / "mine" / "run.lock").exists()
+    assert not (tmp_path / "~").exists()
+
+
 def test_an_unwritable_place_is_said_in_words(tmp_path):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "run"

@@ -180,7 +180,7 @@ class AcceleratorBenchConfig:
 
 def bench_accelerator(config: AcceleratorBenchConfig) -> dict[str, Any]:
     """Run the parts, and return the numbers of summary.json."""
-    directory = pathlib.Path(config.run.directory or "runs/bench/accelerator")
+    directory = pathlib.Path(config.run.directory or "runs/bench/accelerator").expanduser()
     parts = [part for part in PARTS if not config.parts or part.name in config.parts]
     start_time = time.monotonic()
     is_tiny = not _has_accelerator() if config.is_tiny is None else config.is_tiny
