@@ -95,7 +95,9 @@ def _compare(config: LayerPathsConfig) -> str:
             f"paths are searched in one process, and there are {jax.process_count()}: start it on"
             " one host"
         )
-    assembly, state, step = load_run(run_config.directory, run_config.step, run_config.mesh)
+    assembly, state, step = load_run(
+        run_config.directory, run_config.step, run_config.mesh, initial=run_config.initial
+    )
     model = assembly.plan.model
     if not model.attention.is_causal:
         raise ValueError(

@@ -44,6 +44,13 @@ class ReplayConfig:
     step: int | None = None
     """Refused step; the first of those refused last when None."""
 
+    def __post_init__(self):
+        if self.run.initial is not None:
+            raise ValueError(
+                f"run.initial={self.run.initial}: a step is replayed with the model that the run"
+                " names: leave it out"
+            )
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""

@@ -84,7 +84,7 @@ def stack_run(
     limit = None if budget is None else parse_bytes(budget)
     if saved_config(run.directory).execution.precision.weights == STACKED:
         return _cut(run, limit, options, target)
-    assembly, state, step = load_run(run.directory, run.step, run.mesh)
+    assembly, state, step = load_run(run.directory, run.step, run.mesh, initial=run.initial)
     rows = stacked_rows(assembly.plan.table)
     floor = _floor(assembly)
     sizes = {
@@ -141,7 +141,12 @@ def _cut(
     if limit is None:
         raise ValueError(f"{source} is in blocks already: give a smaller size with --budget")
     assembly, state, step = load_run(
-        run.directory, run.step, run.mesh, needs_data=False, keeps_blocks=True
+        run.directory,
+        run.step,
+        run.mesh,
+        needs_data=False,
+        initial=run.initial,
+        keeps_blocks=True,
     )
     table = assembly.plan.table
     host_params = jax.device_get(state.params)

@@ -262,7 +262,11 @@ def _to_few_bits(config: ConvertConfig, form: Format, target: pathlib.Path) -> s
     run_config = saved_config(source)
     needs_data = form == MIXED  # to measure activations
     assembly, state, step = load_run(
-        source, config.run.step, config.run.mesh, needs_data=needs_data
+        source,
+        config.run.step,
+        config.run.mesh,
+        needs_data=needs_data,
+        initial=config.run.initial,
     )
     params, rounded = _quantise(assembly, state, form, config.mixed)
     before = stored_bytes(state.params)
