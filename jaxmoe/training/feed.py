@@ -40,7 +40,6 @@ class Feed:
     batch      when a step is compiled
     session    around all steps of a loop; the step that it returns is taken on each batch
     batches    once in each loop; a loop after a rollback or on another mesh begins anew
-    positions  after the step on a batch
     """
 
     def check(self) -> None:
@@ -53,16 +52,6 @@ class Feed:
     def batches(self, first_step: int) -> Generator[Batch, None, None]:
         """Yield the batches after a number of steps in order, on the devices."""
         raise NotImplementedError
-
-    def positions(self, batch: Batch) -> int | None:
-        """Return the positions of a batch of `batches` without padding, for the speed of a run; by
-        default None: the step makes its rows itself, and their loss weights are counted.
-
-        Args:
-            batch: Rows on the devices.
-        """
-        del batch
-        return None
 
     def session(
         self,
@@ -163,10 +152,13 @@ class LoaderFeed(Feed):
             for batch in rows:
                 yield global_batch(batch, self.mesh)
 
-    def positions(self, batch: Batch) -> int | None:
+    def positions(self, batch: Batch) -> int:
         """Return the positions without padding.
 
         Of several processes each takes the rows of others for as full as its own: it counts alone.
+
+        Args:
+            batch: Rows on the devices.
         """
         if batch.segment_ids is None:
             return batch.tokens.size

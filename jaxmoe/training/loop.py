@@ -59,6 +59,15 @@ class Stop(Protocol):
         ...
 
 
+@runtime_checkable
+class PositionCounter(Protocol):
+    """A feed that counts the positions of its batches; of others the loss weights are counted."""
+
+    def positions(self, batch: Batch) -> int:
+        """Return the positions of a batch without padding, after the step on it."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """Metrics of consecutive steps, on the host."""
@@ -166,7 +175,8 @@ class Loop:
         if metrics is None:
             return None
         pending = self._pending
-        positions = self._feed.positions(batch)
+        feed = self._feed
+        positions = feed.positions(batch) if isinstance(feed, PositionCounter) else None
         is_over = pending.add(self.step, metrics, positions) or self.step == self._last_step
         asks = self._asks_alone or self.step % self._report_every == 0
         with self._stopwatch.on(WAIT):  # hooks and signals may need a collective
