@@ -59,20 +59,7 @@ TINY = (
     "standard",
 )
 STEPS = ("--budget", "None", "--training.steps", "6")
-SWEEP = (
-    *STEPS,
-    "--rates",
-    "0.002",
-    "0.008",
-    "0.032",
-    "--seeds",
-    "2",
-    "--extend",
-    "0",
-    "--points",
-    "8",
-    "16",
-)
+SWEEP = (*STEPS, *"--rates 0.002 0.008 0.032 --seeds 2 --extend 0 --points 8 16".split())
 SETTING = AxisSetting(
     model=ModelConfig(
         attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32),
@@ -186,6 +173,22 @@ def parabola(best_of, violation_of=lambda value: 0.5):
         return record | more | {"bits": bits, "max_violation": violation_of(cell.value)}
 
     return train, calls
+
+
+def test_a_verdict_is_over_the_points_of_its_arm(tmp_path, monkeypatch):
+    train, calls = parabola(lambda width: 4e-3)
+
+    def stopping(programs, cell, rate, seed, data, stop):
+        stop.reason = "interrupted" if len(calls) == 14 else None
+        return train(programs, cell, rate, seed, data, stop)
+
+    monkeypatch.setattr(transfer, "train", stopping)
+    more = ("--points", "8", "16", "32", "--rates", "0.002", "0.004", "0.008", "--seeds", "1")
+    _, summary = run(tmp_path / "run", *STEPS, *more, "--arms", "standard", "mup", "hyperp")
+    whole, part, none = summary["verdicts"]
+    assert whole.startswith("standard: transfers over width 8 to 32") and "finished" not in whole
+    assert "over width 8 to 16" in part and part.endswith("missing at width 32")
+    assert none == "hyperp: not finished: fewer than two points have a rate"
 
 
 def test_grids_are_extended_and_nothing_is_trained_twice(tmp_path, monkeypatch, capsys):

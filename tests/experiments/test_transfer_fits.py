@@ -228,6 +228,19 @@ def test_sentences_of_doubt():
     assert "outside the rates that ended at 256" in words
 
 
+def test_an_arm_that_was_stopped_says_what_it_covers():
+    _, arm = rows_of({64.0: curve(4e-3), 128.0: curve(4e-3)})
+    words = sentence(arm, "width", (64.0, 128.0), "bits", unfinished=(256.0,))
+    assert words.startswith("arm: transfers over width 64 to 128 (a factor of 2)")
+    assert words.endswith("; not finished: rates are missing at width 256")
+    _, arm = rows_of({64.0: curve(4e-3), 128.0: curve(4e-3, rates=RATES[:2])})
+    words = sentence(arm, "width", (64.0, 128.0), "bits", unfinished=(128.0,))
+    assert "edge" not in words
+    assert (
+        "undecided over width 64 to 128" in words and "fewer than three rates ended at 128" in words
+    )
+
+
 def test_students_quantile():
     """Against the printed table; beyond it an expansion."""
     known = {1: 12.706, 4: 2.776, 9: 2.262, 10: 2.228, 12: 2.179, 30: 2.042, 120: 1.980}

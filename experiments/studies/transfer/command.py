@@ -17,7 +17,7 @@ import dataclasses
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,9 +180,12 @@ class Sweep:
             arms.append(arm_row(name, transfer, config.axis in arm.claims, bytes_per_token))
         lines = point_lines(points, config.axis, unit)
         totals = arm_lines(arms)
-        values = [row["value"] for row in points]
-        ends = (min(values), max(values)) if values else (1.0, 1.0)
-        verdicts = [sentence(row, config.axis, ends, unit) for row in arms]
+        verdicts = [self._sentence(row, curves[row["arm"]]) for row in arms]
+        verdicts += [
+            f"{name}: not finished: fewer than two points have a rate"
+            for name in config.chosen_arms
+            if len(curves.get(name, {})) < 2
+        ]
         balance = balance_rows(points) if config.axis == "balance" else []
         verdicts += map(balance_sentence, balance)
         picture = self._directory.plots_directory / PICTURE
@@ -214,6 +217,18 @@ class Sweep:
         took = f"{len(self._records)} trials took {format_duration(spent)}"
         ending = "" if status == "done" else f"\n{status}: the same command continues"
         return "\n" + "\n\n".join([*parts, f"{picture}; {took}{ending}"])
+
+    def _sentence(self, row: Record, curves: Mapping[float, Curve]) -> str:
+        """Return the verdict on an arm, and the points that lack a planned rate."""
+        config = self._config
+        planned = set(config.rates_of(config.chosen_arms[row["arm"]]))
+        unfinished = [
+            value
+            for value in config.chosen_points
+            if value not in curves or not planned <= set(curves[value].rates)
+        ]
+        unit = self._data.unit
+        return sentence(row, config.axis, sorted(curves), unit, unfinished=unfinished)
 
     def _say_plan(self) -> None:
         config = self._config

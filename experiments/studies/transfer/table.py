@@ -88,6 +88,7 @@ def arm_row(arm: str, transfer: Transfer, claims: bool, bytes_per_unit: float) -
     return {
         "arm": arm,
         "verdict": transfer.verdict,
+        "fitted": sorted(transfer.optima),
         "claims_transfer": claims,
         "shift": transfer.shift,
         "shift_bound": transfer.shift_bound,
@@ -145,19 +146,40 @@ def arm_lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def sentence(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: str) -> str:
+def sentence(
+    row: Mapping[str, Any],
+    axis: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    unfinished: Sequence[float] = (),
+) -> str:
     """Return the verdict on an arm as a sentence.
 
     Args:
         row: Row of `arm_row`.
         axis: Name of the axis.
-        values: Values of the points, rising.
+        values: Values of the arm's points, rising.
         unit: Unit of the loss.
+        unfinished: Values of planned points that lack a rate.
     """
+    if not unfinished:
+        return _verdict(row, axis, values, unit)
+    lacking = ", ".join(f"{value:g}" for value in unfinished)
+    return (
+        f"{_verdict(row, axis, values, unit)}; not finished: rates are missing at {axis} {lacking}"
+    )
+
+
+def _verdict(row: Mapping[str, Any], axis: str, values: Sequence[float], unit: str) -> str:
+    """Return the verdict over the points that are there."""
     first = values[0]
     last = values[-1]
     where = f"over {axis} {first:g} to {last:g} (a factor of {last / first:g})"
     if row["verdict"] == "undecided":
+        few = " and ".join(f"{value:g}" for value in (first, last) if value not in row["fitted"])
+        if few:
+            return f"{row['arm']}: undecided {where}: fewer than three rates ended at {few}"
         return (
             f"{row['arm']}: undecided {where}: a best rate is at the edge of its grid; give more"
             " --rates, or a larger --extend"
