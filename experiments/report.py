@@ -21,7 +21,7 @@ from experiments.cli.following import after_report, write_next
 from experiments.cli.model import check_model, default_model
 from experiments.cli.output import write
 from jaxmoe.run.reporting.compare import compare_runs
-from jaxmoe.run.reporting.recorded import read_run
+from jaxmoe.run.reporting.recorded import RecordedRun, read_run
 from jaxmoe.run.reporting.report import rebuild_report
 
 
@@ -65,9 +65,19 @@ def main(argv: Sequence[str]) -> int:
             page = comparison.report_file
             notes = comparison.notes
     write("\n".join([*notes, f"see {page}"]))
-    losses = {str(run.directory.path): run.summary.get("eval_bits_per_byte") for run in runs}
-    write_next(after_report(losses))
+    write_next(after_report(held_out_losses(runs)))
     return int(ExitCode.DONE)
+
+
+def held_out_losses(runs: Sequence[RecordedRun]) -> dict[str, float | None]:
+    """Return the held-out losses by run directory: per byte if a run has that, else per token.
+
+    Args:
+        runs: Runs of a page.
+    """
+    is_by_byte = any(run.summary.get("eval_bits_per_byte") is not None for run in runs)
+    name = "eval_bits_per_byte" if is_by_byte else "eval_bits_per_token"
+    return {str(run.directory.path): run.summary.get(name) for run in runs}
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -55,10 +55,14 @@ def after_report(losses: Mapping[str, float | None]) -> str:
     """Return what follows a page about runs: a look at the one with the lowest held-out loss.
 
     Args:
-        losses: Held-out bits per byte by run directory; None where they are not known.
+        losses: Held-out losses in one unit, by run directory; None where they are not known.
     """
-    best = min(losses, key=lambda path: losses[path] or math.inf)
-    return command_line("evaluate", best)
+
+    def known_loss(path: str) -> float:
+        loss = losses[path]
+        return loss if loss is not None and math.isfinite(loss) else math.inf
+
+    return command_line("evaluate", min(losses, key=known_loss))
 
 
 def after_text(path: str, *, has_adapter: bool) -> str:

@@ -8,6 +8,7 @@ says the next one. Tasks of the harness need a network: the last `--tasks` count
 
 import contextlib
 import json
+import math
 import re
 import shlex
 import signal
@@ -130,6 +131,8 @@ def test_what_follows_depends_on_what_was_made():
     assert after_evaluation(tiny(), "a b") == "jaxmoe generate 'a b' --prompt TEXT"
     assert after_report({"old": None, "worse": 2.0, "best": 1.5}) == "jaxmoe evaluate best"
     assert after_report({"old": None}) == "jaxmoe evaluate old"
+    losses = {"lost": math.nan, "far": math.inf, "worse": 1.0, "best": 0.0}
+    assert after_report(losses) == "jaxmoe evaluate best"
     for talks, place in ((True, "/v1/chat/completions"), (False, "/v1/completions")):
         words = shlex.split(client("http://h:1/v1", talks=talks))
         assert words[1] == f"http://h:1{place}" and json.loads(words[3])

@@ -84,6 +84,23 @@ def test_two_runs_on_one_page(tmp_path, capsys):
     assert summary["notes"] == []
 
 
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        ([{"eval_bits_per_token": 3.0}, {"eval_bits_per_token": 2.0}], "b"),
+        ([{"eval_bits_per_token": 1.0}, {"eval_bits_per_byte": 2.0}], "b"),
+        ([{}, {}], "a"),
+    ],
+)
+def test_the_run_with_the_lowest_loss_follows(losses, best, tmp_path, capsys):
+    paths = [make_run(tmp_path / name) for name in "ab"]
+    for path, loss in zip(paths, losses, strict=True):
+        directory = RunDirectory(path)
+        directory.write_summary({**(directory.summary() or {}), **loss})
+    report.main([*map(str, paths), "--run.directory", str(tmp_path / "out")])
+    assert f"next: jaxmoe evaluate {tmp_path / best}\n" in capsys.readouterr().err
+
+
 def test_flags_may_stand_anywhere(tmp_path):
     a, b, out = (str(tmp_path / name) for name in "abo")
     assert report.split_words([a, "--run.directory", out, b]) == ([a, b], ["--run.directory", out])
