@@ -135,6 +135,15 @@ def record(sizes, correlation=0.0, **trained):
     return {"initial": initial, "moe": moe, "trained": trained or None}
 
 
+def test_ratios_are_to_the_first_k():
+    config = GatesConfig(axes=("top_k",), top_ks=(2, 4), trained_top_ks=())
+    sizes = {2: [2.0, 2.0], 4: [3.0, 3.0]}
+    rows = rows_of(config, {Point("top_k", "sqrt", k): record(rms) for k, rms in sizes.items()})
+    assert [row["ratio"] for row in rows] == [1.0, 1.5]
+    heading, *_ = TABLES["before training"].as_text(rows).splitlines()
+    assert "to first K" in heading and "K=1" not in heading
+
+
 @pytest.mark.parametrize(
     ("sizes", "others", "verdict"),
     [

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the table of `gates` and its verdicts on SqrtGate's claims.
 
-    to K=1       RMS of the MoE branch at a point over that of the first point of its axis and gate
+    to first K   RMS of the MoE branch at a point over that of the first point of its axis and gate
                  (K = 1: of a single expert), means over initial values. The claim "SqrtGate keeps
                  the RMS" is: every ratio is in [0.98, 1.02]. It holds where all intervals are
                  inside, fails where one interval is wholly outside, and is undecided otherwise. The
@@ -230,7 +230,7 @@ TABLES = {
         (
             *_POINT,
             Column("RMS", number_with_interval("rms", "{:.4f}")),
-            Column("to K=1", number_with_interval("ratio", "{:.3f}")),
+            Column("to first K", number_with_interval("ratio", "{:.3f}")),
             Column("correlation", number_with_interval("correlation", "{:.4f}")),
             Column("neglected", number("neglected", "{:.3f}")),
         )
@@ -248,8 +248,8 @@ TABLES = {
     ),
 }
 LEGEND = """\
-K: experts per token; experts: number x width; RMS: of the output of the routed experts; to K=1:
-over that of one expert; correlation: of the outputs of two chosen experts; neglected: factor by
-which it raises the RMS; drift: RMS after training over before; bits: held-out loss, bits per
-token; router Z: mean square of the logits' logsumexp at the end, and its peak over training; +-:
-95% interval"""
+K: experts per token; experts: number x width; RMS: of the output of the routed experts; to first
+K: over that of the first K of the axis; correlation: of the outputs of two chosen experts;
+neglected: factor by which it raises the RMS; drift: RMS after training over before; bits: held-out
+loss, bits per token; router Z: mean square of the logits' logsumexp at the end, and its peak over
+training; +-: 95% interval"""
