@@ -126,8 +126,9 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
         path, config.run.step, config.run.mesh, needs_data=False, initial=config.run.initial
     )
     default_length = min(length_of(RunDirectory(path), assembly.plan.config), _MOST)
+    ends = imported_ends(RunDirectory(path), assembly.plan.model.vocab_size)
     answers = answer_end_ids(assembly.plan.config.data, getattr(assembly.source, "tokenizer", None))
-    text = text_tokens(assembly.source, (*imported_ends(RunDirectory(path)), *answers))
+    text = text_tokens(assembly.source, (*ends, *answers))
     with jax.set_mesh(assembly.mesh):
         scorer = Scorer(
             assembly.plan.model,

@@ -261,7 +261,10 @@ class RolloutFeed(Feed):
     ) -> Generator[StepFunction, None, None]:
         """Open the engine, which compiles at the first step, and compute the reference model."""
         learner = self._learner
-        ends = () if self._directory is None else imported_ends(RunDirectory(self._directory))
+        ends: tuple[int, ...] = ()
+        if self._directory is not None:
+            size = learner.model.vocab_size
+            ends = imported_ends(RunDirectory(self._directory), size)
         if (separator := separator_of(self._source)) is not None:
             ends = (separator, *ends)
         end_ids, end_texts = ((), ()) if self._turns is None else self._turns.ends

@@ -118,7 +118,8 @@ def stop_ids(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _declared_ends(template: ChatTemplate, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Return the sequences of ids that the template and its model name as ends."""
     ends = [] if template.end is None else [tuple(_control_ids(template.end, tokenizer).tolist())]
-    return [*ends, *((token,) for token in template.end_ids)]
+    # A file of a model may name ids beyond its vocabulary, which nothing writes.
+    return [*ends, *((token,) for token in template.end_ids if token < tokenizer.vocab_size)]
 
 
 @functools.lru_cache(maxsize=16)

@@ -348,14 +348,17 @@ def first_token_of(directory: RunDirectory) -> int | None:
     return _load_imported(directory, "bos_token_id")
 
 
-def imported_ends(directory: RunDirectory) -> tuple[int, ...]:
+def imported_ends(directory: RunDirectory, vocab_size: int) -> tuple[int, ...]:
     """Return the ids that end a text of a model, see `imported_generation`; none of other runs.
 
     Args:
         directory: Run directory, or directory of a Hugging Face model.
+        vocab_size: Number of ids of the model, which never writes those beyond.
     """
     ids = eos_ids(*imported_generation(directory))
-    return ids if all(isinstance(token, int) for token in ids) else ()
+    if not all(isinstance(token, int) for token in ids):
+        return ()
+    return tuple(token for token in ids if token < vocab_size)
 
 
 def imported_generation(directory: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -440,7 +443,7 @@ def end_ids(
     """
     if eos == "ignore":
         return ()
-    ids = imported_ends(directory)
+    ids = imported_ends(directory, config.model.vocab_size)
     if ids:
         answers = answer_end_ids(config.data, getattr(source, "tokenizer", None))
         ids = tuple(dict.fromkeys((*ids, *answers)))

@@ -3,6 +3,7 @@
 """Conversations with the masked text spelled out: what is trained stands in [[ ]]."""
 
 import dataclasses
+import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -353,7 +354,10 @@ def test_an_answer_ends_at_an_id_that_the_model_beside_the_tokenizer_declares(tm
     assert before.endless == 0 and _marked(before, tokenizer).count("<|im_end|>]]") == 2
     assert (end,) in stop_sequences(read_template(place), tokenizer)
     for name in ("config.json", "generation_config.json"):
-        (place / name).write_text(f'{{"eos_token_id": [{end}, {tokenizer.separator}]}}')
+        beyond = tokenizer.vocab_size
+        ids = [end, tokenizer.separator, beyond]
+        (place / name).write_text(json.dumps({"eos_token_id": ids}))
+        assert (beyond,) not in stop_sequences(read_template(place), tokenizer)
         found = mask_conversation(messages, read_template(place), tokenizer, "assistant")
         assert found.endless == 0 and _marked(found, tokenizer).count("<|im_end|>]]") == 2
         assert (end,) in stop_sequences(read_template(place), tokenizer)
