@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.cli.exit_codes import ExitCode
-from experiments.cli.streams import open_closed_streams, warn, write
+from experiments.cli.output import open_closed_streams, warn, write
 
 _USAGE = "usage: jaxmoe COMMAND [argument ...]"
 

@@ -26,6 +26,7 @@ import re
 import shlex
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_origin
 
@@ -38,13 +39,14 @@ from experiments.cli.choices import (
 from experiments.cli.exit_codes import ExitCode as ExitCode
 from experiments.cli.help import help_page, take_help
 from experiments.cli.hints import group_as_flag, stray_word, unknown_flag
-from experiments.cli.output import open_closed_streams, warn, without_advice, write
+from experiments.cli.output import open_closed_streams, warn, write
 from jaxmoe import catalog
 from jaxmoe.configs import alternatives, closest, field_types
 from jaxmoe.disk import check_local, is_text
 from jaxmoe.errors import printable
 from jaxmoe.optim.schedules import ScheduleBase
 from jaxmoe.optional import MissingPackageError, require
+from jaxmoe.routing.composition import RoutingWarning
 
 Config = TypeVar("Config")
 
@@ -108,6 +110,14 @@ def _recipe_lines(recipes: Mapping[str, Callable[[], Any]]) -> str:
         else:
             lines += [f"  {name}  {_first_line(recipes[name])}".rstrip() for name in names]
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """Silence routing advice on configs that are not final yet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoutingWarning)
+        yield
 
 
 @without_advice()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Final, Literal
 
-from experiments.cli.output import without_advice
+from experiments.cli.flags import without_advice
 from experiments.studies.study import StudyConfig
 from jaxmoe.data import CorpusConfig, SourceKind
 from jaxmoe.models.config import AttentionConfig, ModelConfig, MoEConfig
