@@ -163,7 +163,7 @@ class LoaderFeed(Feed):
         if batch.segment_ids is None:
             return batch.tokens.size
         ids = jnp.asarray(batch.segment_ids)
-        shards = {str(shard.index): np.asarray(shard.data) for shard in ids.addressable_shards}
+        shards = {str(shard.index): shard.data for shard in ids.addressable_shards}  # no copies
         size = sum(shard.size for shard in shards.values())
-        count = sum(np.count_nonzero(shard) for shard in shards.values())
+        count = sum(np.count_nonzero(np.asarray(shard)) for shard in shards.values())
         return round(ids.size * count / size)
