@@ -36,6 +36,7 @@ from jaxmoe.optional import require
 from jaxmoe.run.directory import RunDirectory
 from jaxmoe.run.load import load_run
 from jaxmoe.run.provenance.saved import imported_ends, length_of, saved_config
+from jaxmoe.run.provenance.tokens import model_data
 from jaxmoe.serve.device.backend import sizes_for
 from jaxmoe.serve.device.executor import ModelExecutor
 from jaxmoe.serve.device.pages import why_not_served
@@ -127,7 +128,7 @@ def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
     )
     default_length = min(length_of(RunDirectory(path), assembly.plan.config), _MOST)
     ends = imported_ends(RunDirectory(path), assembly.plan.model.vocab_size)
-    answers = answer_end_ids(assembly.plan.config.data, getattr(assembly.source, "tokenizer", None))
+    answers = answer_end_ids(model_data(path), getattr(assembly.source, "tokenizer", None))
     text = text_tokens(assembly.source, (*ends, *answers))
     with jax.set_mesh(assembly.mesh):
         scorer = Scorer(

@@ -298,6 +298,9 @@ def test_what_ends_a_text_of_the_model_ends_one_of_a_run_that_began_with_it(
         config.data.build_template().identity()
         == read_template(first.tokenizer_directory).identity()
     )
+    shutil.rmtree(model)  # a run stands alone
+    assert end_ids(first, config, source, "auto") == (7, 270)
+    assert end_ids(second, config, source, "auto") == (7, 270)
 
 
 def test_a_run_with_other_tokens_keeps_no_ends_of_the_model(models, texts, tmp_path, caplog):

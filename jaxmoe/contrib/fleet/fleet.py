@@ -116,18 +116,23 @@ class Fleet:
         route = None if self.offered else self._dispatcher.place(request, self.view(now))
         first = self.instances[0]
         refusal = first.refusal(request)
-        if route is None and (refusal is None or refusal.code == "queue_full"):
+        if route is None and refusal is not None and refusal.code != "queue_full":
+            return first.refuse(request, refusal)
+        if route is None:
             most = first.facts.max_waiting * self.num_open
             if len(self.offered) >= most:
                 return first.refuse(request, queue_full(most))
             self.offered[request.id] = (request, now)
             return ()
-        return self._queue(request, now, self._with_room(route or Route(0), now))
+        return self._queue(request, now, self._with_room(route, now))
 
     def cancel(self, id_: int) -> tuple[Event, ...]:
         """End a request early, also one that is moving; one that has ended is ignored."""
-        if (offered := self.offered.pop(id_, None)) is not None:
-            return self._queue(*offered, Route(0)) or self.cancel(id_)
+        if self.offered.pop(id_, None) is not None:
+            first = self.instances[0]
+            first.queues.submitted += 1
+            first.queues.ended["cancelled"] += 1
+            return (End(id_, "cancelled"),)
         instance = self.instance_of(id_)
         return () if instance is None else self._note(instance.cancel(id_))
 

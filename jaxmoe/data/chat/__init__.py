@@ -13,6 +13,7 @@ To add a template: `jaxmoe/data/chat/template.py` (the interface to implement),
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from typing import ClassVar
@@ -39,6 +40,7 @@ from jaxmoe.data.pieces import Long
 from jaxmoe.data.reading.config import ReadingConfig
 from jaxmoe.data.source import SourceKind, SourceTraits, TemplateName
 from jaxmoe.data.tokenizer import Tokenizer, TokenizerConfig
+from jaxmoe.optional import MissingPackageError
 
 masked = mask_conversation
 """`mask_conversation` by the name that programs of version 0.1 import."""
@@ -72,18 +74,19 @@ def template_of(
 
 
 def answer_end_ids(data: SourceKind, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that end an answer of conversations; none of data that writes none.
+    """Return the ids that end an answer of conversations.
+
+    There are none of data that writes none, and where the template cannot be evaluated.
 
     Args:
         data: Data config.
         tokenizer: Its tokenizer; None where it has none.
-
-    Raises:
-        DataError: The template cannot be read.
     """
     if data.traits.template is None or data.tokenizer is None or tokenizer is None:
         return ()
-    return stop_ids(template_of(data.traits.template, data.tokenizer), tokenizer)
+    with contextlib.suppress(DataError, MissingPackageError):
+        return stop_ids(template_of(data.traits.template, data.tokenizer), tokenizer)
+    return ()
 
 
 __all__ = [

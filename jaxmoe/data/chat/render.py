@@ -72,7 +72,8 @@ def render(
         pieces = _pieces_to_continue(messages, template)
     else:
         pieces = list(template.pieces(messages, add_generation_prompt=add_generation_prompt))
-    check_calls(messages, pieces)
+    # Calls of a message that is continued would stand behind its content.
+    check_calls(messages[:-1] if is_continued else messages, pieces)
     return _encode(pieces, tokenizer, {})
 
 

@@ -203,11 +203,13 @@ def _on_base(config: PretrainConfig, path: Any, initial: str | None) -> Pretrain
             f"run.initial={initial}: {path} has no adapter, its checkpoints hold all parameters:"
             " leave it out"
         )
-    # With the step that its checkpoint names: the model may have trained on.
-    step = None if is_huggingface(initial) else _step_of_base(RunDirectory(path))
-    base = dataclasses.replace(
-        config.checkpoint.initial or InitialConfig(), path=initial, step=step
-    )
+    base = dataclasses.replace(config.checkpoint.initial or InitialConfig(), path=initial)
+    # The step that its checkpoint names, if the model has it: it may have trained on.
+    step = _step_of_base(RunDirectory(path))
+    if is_huggingface(initial):
+        base = dataclasses.replace(base, step=None)
+    elif (RunDirectory(initial).checkpoints_directory / str(step)).is_dir():
+        base = dataclasses.replace(base, step=step)
     checkpoint = dataclasses.replace(config.checkpoint, initial=base)
     return dataclasses.replace(config, checkpoint=checkpoint)
 
@@ -445,7 +447,8 @@ def end_ids(
         return ()
     ids = imported_ends(directory, config.model.vocab_size)
     if ids:
-        answers = answer_end_ids(config.data, getattr(source, "tokenizer", None))
+        data = config.data if is_huggingface(directory.path) else own_data(config, directory)
+        answers = answer_end_ids(data, getattr(source, "tokenizer", None))
         ids = tuple(dict.fromkeys((*ids, *answers)))
     is_model = is_huggingface(directory.path)
     # Of a run that was imported with data of its own, the text goes on.

@@ -17,6 +17,7 @@ from jaxmoe.contrib.serving_lab.shares import LanesInstance
 from jaxmoe.contrib.serving_lab.simulation import Arrival, Simulation, measure
 from jaxmoe.serve import BATCHING, LatencyObjective, Request, Sampling
 from jaxmoe.serve.facts import WorkPart
+from jaxmoe.serve.requests import Refusal
 from tests.support.simulated import COST, FACTS, SIZES, arrivals
 
 
@@ -203,7 +204,7 @@ def test_pd_serve_has_no_queue_where_prompts_are_computed():
     assert simulation.sequences[7].arrived == given[7].time
 
 
-def test_pd_serve_refuses_and_cancels_what_no_instance_has_accepted():
+def test_pd_serve_refuses_and_cancels_what_no_instance_has_accepted(monkeypatch):
     given = [arrival(i, range(100 * i, 100 * i + 400)) for i in range(3)]
     simulation = simulated_fleet(given, DISPATCH["pd_serve"](), 2, None, {})
     running = simulation.fleet
@@ -214,6 +215,11 @@ def test_pd_serve_refuses_and_cancels_what_no_instance_has_accepted():
     assert end.reason == "refused"
     (end,) = running.cancel(1)
     assert end.reason == "cancelled" and set(running.offered) == {2}
+    # Whatever the queue of an instance, which it has never entered.
+    refusal = Refusal("queue_full", "1 request is waiting already")
+    monkeypatch.setattr(type(running.instances[0]), "refusal", lambda self, request: refusal)
+    (end,) = running.cancel(2)
+    assert end.reason == "cancelled" and not running.offered
     running.check_pages()
 
 

@@ -107,6 +107,12 @@ def test_a_template_that_writes_no_calls_is_refused_wherever_it_is_rendered(tmp_
     ours, tokenizer = _tokenizer(tmp_path / "t", CHATML)
     with pytest.raises(ConversationError, match="an answer calls 'find', and the chat template of"):
         render(read_messages(TURNS), ours, tokenizer, add_generation_prompt=True)
+    # Calls of an answer that is continued stand behind its content, where it is cut.
+    ours, tokenizer = _tokenizer(tmp_path / "tags", TAGS)
+    begun = [TURNS[0], TURNS[1] | {"content": "the"}]
+    given = {"add_generation_prompt": False, "is_continued": True}
+    text = tokenizer.spell(render(read_messages(begun), ours, tokenizer, **given))
+    assert text.endswith("the and\nthe")
 
 
 def test_templates_in_files_of_their_own_are_read_and_kept(tmp_path):
