@@ -93,11 +93,11 @@ _OPTIMIZER: Final = {
 _SCHEDULE: Final = {
     "linear": (
         "jaxmoe.optim.schedules:LinearConfig",
-        "Warm-up, then a straight line to the floor at the last step.",
+        "Warm-up, then a straight line to the floor after the last update.",
     ),
     "cosine": (
         "jaxmoe.optim.schedules:CosineConfig",
-        "Warm-up, then half a cosine to the floor at the last step.",
+        "Warm-up, then half a cosine to the floor after the last update.",
     ),
     "wsd": (
         "jaxmoe.optim.schedules:WarmupStableDecayConfig",

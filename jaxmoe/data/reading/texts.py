@@ -19,7 +19,6 @@ from etils import epath
 from jaxmoe.data.batch import DataError
 from jaxmoe.data.reading.records import BadRecord, LongText, Record, not_utf8
 
-_BYTE_ORDER_MARK = "\ufeff"
 _WINDOW = 2**23
 """Characters up to which a text is one string."""
 
@@ -62,28 +61,24 @@ def read_text(
     text = LongText(
         parts=functools.partial(_parts, path, content, num_bytes),
         num_characters=num_characters,
-        num_bytes=num_bytes - decoder.mark_bytes,
+        num_bytes=num_bytes,
         sha256=sha256.digest(),
-        zero=zero if zero < 0 else zero - decoder.mark_bytes,
+        zero=zero,
     )
     return Record(str(path), text), begin
 
 
 class _Utf8:
-    """Decodes UTF-8 in chunks, without a byte order mark that begins it.
+    """Decodes UTF-8 in chunks.
 
     Args:
         path: File, for messages.
     """
 
-    mark_bytes = 0
-    """Bytes of the mark."""
-
     def __init__(self, path: epath.Path):
         self._path = path
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._offset = 0
-        self._has_begun = False
 
     def decode(self, chunk: bytes, *, is_last: bool = False) -> str:
         """Return the characters that a chunk ends; raise a BadRecord if they are not UTF-8."""
@@ -94,11 +89,6 @@ class _Utf8:
             offset = self._offset - len(before) + error.start
             raise not_utf8(str(self._path), offset, error.object, error.start) from error
         self._offset += len(chunk)
-        if text and not self._has_begun:
-            self._has_begun = True
-            if text.startswith(_BYTE_ORDER_MARK):
-                self.mark_bytes = len(_BYTE_ORDER_MARK.encode())
-                text = text.removeprefix(_BYTE_ORDER_MARK)
         return text
 
     def end(self) -> None:

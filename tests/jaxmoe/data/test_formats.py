@@ -145,21 +145,6 @@ def test_two_columns_of_a_name_are_refused(tmp_path):
         _read(tmp_path / "a.parquet")
 
 
-@pytest.mark.parametrize("window", [2**23, 4])
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, monkeypatch, window):
-    """Read at once and in parts; offsets of errors are those of the file."""
-    monkeypatch.setattr("jaxmoe.data.reading.texts._WINDOW", window)
-    (tmp_path / "a.txt").write_bytes("\ufeffhello \ufeff".encode())
-    (text,) = _texts(tmp_path / "a.txt")
-    if window == 4:
-        assert (text.num_bytes, text.num_characters) == (9, 7)
-        text = "".join(text.parts())
-    assert text == "hello \ufeff"
-    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgood\xff")
-    (bad,) = _read(tmp_path / "b.txt")
-    assert "b.txt is not UTF-8: byte 0xff at offset 7" in str(bad)
-
-
 def test_zero_bytes_behind_a_member_of_gzip_are_padding(tmp_path):
     padding = bytes(1000)
     content = gzip.compress(b"one ") + padding + gzip.compress(b"two") + padding
