@@ -39,6 +39,7 @@ from jaxmoe.checkpoint.huggingface.weights import ROUTER_STATE, Nonfinite, Tenso
 from jaxmoe.checkpoint.streaming import Streamed, open_stored, save_streamed
 from jaxmoe.configs import to_json
 from jaxmoe.data import SourceKind
+from jaxmoe.disk import replace_file
 from jaxmoe.messages import command_line
 from jaxmoe.models.predictor import Predictor
 from jaxmoe.run.assemble import Assembly, assemble, describe_devices
@@ -240,7 +241,8 @@ def import_run(source: str, target: pathlib.Path, options: ImportConfig) -> str:
     config = _with_own_tokenizer(config, place, target)
     with new_run(target, config) as unfinished:
         if texts:
-            _write_texts(unfinished.path / _FOLDER, texts)
+            for name, text in texts.items():
+                replace_file(unfinished.path / _FOLDER / name, text)
             write_generation(unfinished, {name: fields.get(name) for name in TOKENS}, generation)
         _save(unfinished, config, assembly, tensors)
         unfinished.write_environment(describe_devices(assembly.mesh.devices.flat))
@@ -332,13 +334,6 @@ def _with_own_tokenizer(
         return config
     data = config.data.with_tokenizer(target / _FOLDER / TOKENIZER)
     return dataclasses.replace(config, data=data)
-
-
-def _write_texts(folder: pathlib.Path, texts: Mapping[str, str]) -> None:
-    folder.mkdir()
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _save(

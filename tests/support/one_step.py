@@ -25,6 +25,20 @@ SGD = optax.sgd(1.0)
 NEXT_TOKEN = NextTokenConfig()
 
 
+def empty_state(step):
+    """A state with nothing in it but the step."""
+    zero = jnp.int32(0)
+    return TrainState(
+        step=jnp.int32(step),
+        params={},
+        opt_state=(),
+        router_state={},
+        rng=jax.random.key(0),
+        skipped=zero,
+        skipped_in_a_row=zero,
+    )
+
+
 def params_of(model):
     """Values from numpy, because compiling the initialisation takes longer.
 

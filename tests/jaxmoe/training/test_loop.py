@@ -24,20 +24,7 @@ from jaxmoe.training.hooks import EvaluateHook, is_every
 from jaxmoe.training.loop import Loop
 from jaxmoe.training.state import TrainState
 from jaxmoe.training.step import StepMetrics
-
-
-def _state(step: int) -> TrainState:
-    """With nothing in it but the step."""
-    zero = jnp.int32(0)
-    return TrainState(
-        step=jnp.int32(step),
-        params={},
-        opt_state=(),
-        router_state={},
-        rng=jax.random.key(0),
-        skipped=zero,
-        skipped_in_a_row=zero,
-    )
+from tests.support.one_step import empty_state
 
 
 @dataclasses.dataclass
@@ -105,7 +92,7 @@ class Bench:
         self.monkeypatch.setattr(loop_module, "time", self.clock)
         with StopRequest() as stop:
             loop = Loop(
-                _state(first),
+                empty_state(first),
                 self.step,
                 BenchFeed(self),
                 first_step=first,
@@ -280,7 +267,7 @@ def test_evaluate_hook(bench):
         report=lambda step, result: reported.append((step, result)),
     )
     assert [step for step in range(1, 6) if hook.is_due(step)] == [2, 4, 5]
-    state = dataclasses.replace(_state(0), params="params", router_state="router state")
+    state = dataclasses.replace(empty_state(0), params="params", router_state="router state")
     for step in (2, 4):
         hook.run(step, state)
     assert reported == [(step, Evaluation(nats_per_token=3.0, num_tokens=6)) for step in (2, 4)]
@@ -316,9 +303,9 @@ def test_checkpoint_hook():
     assert [step for step in range(1, 6) if hook.is_due(step)] == [2, 4, 5]
     assert hook.saved_step is None
     for step in (2, 4, 5):
-        hook.run(step, _state(step))
+        hook.run(step, empty_state(step))
         assert hook.saved_step == (5 if step == 5 else 2)
-    hook.save(3, _state(3))
+    hook.save(3, empty_state(3))
     saves = [(2, True), (4, True), (5, False), (3, False)]
     assert diary[::2] == ["before"] * 4
     assert diary[1::2] == [(step, {"a": 1}, {"step": step}, is_lazy) for step, is_lazy in saves]

@@ -38,6 +38,7 @@ from tests.jaxmoe.training.test_feed import (  # noqa: F401
     test_the_batch_that_is_compiled_for_has_the_shapes_of_all,
 )
 from tests.support.models import TINY
+from tests.support.one_step import empty_state
 
 
 @pytest.fixture
@@ -150,16 +151,7 @@ def _loop(monkeypatch, *, bad=(), take=None, updates=2, max_skipped=2):
     config = RolloutsConfig(group=2, prompts=2, max_tokens=3, old="engine", epochs=updates)
     learner = dataclasses.replace(_learner(), config=config)
     feed = RolloutFeed(learner, MarkovConfig().build(), every=2, last_step=STEPS)
-    zero = jnp.int32(0)
-    state = TrainState(
-        step=zero,
-        params={},
-        opt_state=(),
-        router_state={},
-        rng=jax.random.key(0),
-        skipped=zero,
-        skipped_in_a_row=zero,
-    )
+    state = empty_state(0)
     reports = []
     with feed.session(step_function, lambda step, measures: None, lambda: None) as step:
         loop = Loop(
