@@ -93,17 +93,13 @@ class Draft:
         Returns:
             Those that have a place.
         """
-        shapes = self.view.facts.shapes
-        sequences = self.decoding()[:limit]
+        is_free = self.view.facts.shapes is None
         drafted: list[Sequence] = []
         running = self._running
-        if shapes is not None:
-            drafted = [sequence for sequence in sequences if self.single(sequence)]
-            sequences = []
-        for sequence in sequences:
+        for sequence in self.decoding()[:limit]:
             id_ = sequence.id
-            has_room = sequence.computed < len(sequence.pages) * sequence.page_size
-            if has_room and id_ in running:  # as `single` without a page to take
+            has_room = is_free and sequence.computed < len(sequence.pages) * sequence.page_size
+            if has_room and id_ in running:  # as `single` without a page or a shape to take
                 self._used.add(id_)
                 self._singles.append(id_)
                 drafted.append(sequence)
